@@ -35,7 +35,7 @@ import torch
 import yaml
 from harness.grpo_cells import CELLS, SMOKE, Cell, bars, base_model, task_of
 from harness.pairs import publish, verdict
-from harness.process_tree import CommandRun, Line, run_command
+from harness.process_tree import LOOK_S, CommandRun, Line, run_command
 from harness.results import ROOT, commit
 from peers.grpo_task import Task
 from peers.trl_environment import NoTRLError, trl_python
@@ -59,8 +59,10 @@ class Run:
     """One run of one side.
 
     Attributes:
-        step_s: seconds per measured step.
-        cpu_s: CPU seconds of all processes per measured step, validation in between included.
+        step_s: seconds per measured step; steps whose lines came in one look at the file count as
+            one look, LOOK_S.
+        cpu_s: CPU seconds of all processes per measured step, validation in between included; the
+            least is that of step_s.
         stages: seconds per measured step by stage; stages may overlap.
         lengths: number of responses by length in tokens, as far as they are known.
         mean_length: tokens per response of the measured steps.
@@ -101,8 +103,8 @@ def measured(whole: CommandRun, first: int, last: int, settings: Mapping[str, An
                 stages[name[9:]] = stages.get(name[9:], 0.0) + value / len(seconds)
     curve = {step: found for step in range(last + 1) if step in steps and (found := accuracy(steps[step])) is not None}
     return Run(
-        step_s=statistics.mean(seconds),
-        cpu_s=(chosen[-1].cpu - chosen[0].cpu) / len(seconds),
+        step_s=max(statistics.mean(seconds), LOOK_S),
+        cpu_s=max(chosen[-1].cpu - chosen[0].cpu, LOOK_S) / len(seconds),
         stages=stages,
         lengths=lengths,
         mean_length=statistics.mean(mean_length(line.record) for line in chosen[1:]),

@@ -1,11 +1,12 @@
 """Measure what rows that survive cost: puts into a plane with a journal, and its recovery.
 
     uv run benchmarks/bench_journal.py [--folder FOLDER] [--pairs 9] [--smoke]
-        [--only large,small,recovery]
+        [--only large,small,recovery,before] [--revision REVISION]
 
 Puts are compared with the slower of the same plane without a journal and of writes of the same
 bytes to the same disk, each followed by fdatasync. Small rows are compared with SQLite alone, one
-transaction per put, with `synchronous=FULL`.
+transaction per put, with `synchronous=FULL`. A plane without a journal is compared with that of an
+earlier revision of this repository, by default the last one that had no journal.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from harness.earlier_revision import compare_with
 from harness.pairs import Subject, Timing, paired, publish, summary, take_turns, verdict
 
 from rl_protocol import BatchData, dense
@@ -35,6 +37,7 @@ IN_FLIGHT = 8
 SMALL_ROWS = 1000
 """Rows of a put."""
 CALL_S = 600.0
+BEFORE_THE_JOURNAL = "001b812e^"
 
 
 class Puts:
@@ -250,7 +253,8 @@ def main() -> None:
     parser.add_argument("--folder", help="on the disk to measure; default: the one for temporary files")
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--smoke", action="store_true", help="one short round of few rows, nothing written")
-    parser.add_argument("--only", default="large,small,recovery")
+    parser.add_argument("--only", default="large,small,recovery,before")
+    parser.add_argument("--revision", default=BEFORE_THE_JOURNAL, help="that `before` compares with")
     arguments = parser.parse_args()
     smoke, pairs = arguments.smoke, 1 if arguments.smoke else arguments.pairs
     only = set(arguments.only.split(","))
@@ -262,6 +266,7 @@ def main() -> None:
             rows += large(folder, mib, pairs) if "large" in only else []
         rows += small(Path(name), pairs, 8 if smoke else 64) if "small" in only else []
         rows += recovery(Path(name), *((4, 2000, 1) if smoke else (1024, 100_000, 3))) if "recovery" in only else []
+    rows += compare_with("HEAD" if smoke else arguments.revision, pairs, smoke=smoke) if "before" in only else []
     if not smoke:
         publish("_".join(["journal", *sorted(only)]), rows)
 

@@ -3,10 +3,15 @@
     uv run benchmarks/bench_learning.py [--seeds 0,1,2,3,4] [--algorithms grpo,ppo]
         [--vary trainer.seed] [--steps N] [--set KEY=VALUE ..] [--smoke]
     uv run benchmarks/bench_learning.py --tool [--seeds 0,1,2]  # the demo with and without its tool
+    uv run benchmarks/bench_learning.py --teacher [--seeds 0,1,2]  # on-policy distillation and GRPO
 
 Runs the app as a user would, one process after the other, with a separate cache, so that the first
 run of a data seed includes its warm-up. The task is addition with the units first, to compare with
 published results; `--set data.demo=sums` is the default task. Writes JSON and a plot of the curves.
+
+With `--teacher` the task is the default one. A student starts from the weights from which GRPO has
+made its teacher, and sees the same prompts; compared are the steps that both need to an accuracy of
+0.90.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import argparse
 import itertools
 import json
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,12 +28,19 @@ import time
 from pathlib import Path
 from typing import Any
 
+from harness.pairs import publish, verdict
 from harness.results import ROOT, command_line, write_result
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 WITH_AND_WITHOUT = ([], ["rollout.session=single_turn"])
 """Overrides of the preset grpo_calculator: with its tool, and without any."""
+DIFF = "training/rollout_log_probs_diff_max"
+"""Not measured where no ratio of log-probs is in the loss."""
+GOOD = 0.90
+"""Accuracy to which the steps of a student and its teacher are counted."""
+TEACHER = 0.95
+"""Least accuracy of a teacher."""
 
 
 def run(algorithm: str, overrides: list[str], folder: Path, *, warm_up: bool = True) -> dict[str, Any]:
@@ -59,9 +72,50 @@ def run(algorithm: str, overrides: list[str], folder: Path, *, warm_up: bool = T
         "steps": trained[-1]["step"],
         "seconds_per_step": sorted(m["timing_s/step"] for m in trained)[len(trained) // 2],
         "driver_bytes_per_step_max": max(m["perf/driver_bytes"] for m in trained),
-        "rollout_log_probs_diff_max": max(m["training/rollout_log_probs_diff_max"] for m in trained),
+        "rollout_log_probs_diff_max": max((m[DIFF] for m in trained if DIFF in m), default=None),
         "curve": curve,
     }
+
+
+def distill(seed: str, more: list[str], folder: Path) -> dict[str, Any]:
+    """Train a teacher with GRPO, and a student with it; returns the steps of both.
+
+    Raises:
+        RuntimeError: a run failed, or the teacher is not good enough.
+    """
+    shared = ["data.demo=sums", f"trainer.seed={seed}", "trainer.test_freq=1", *more]
+    teacher = run("grpo", shared, folder / "teacher")
+    if teacher["final_accuracy"] < TEACHER:
+        raise RuntimeError(f"the teacher of seed {seed} has an accuracy of {teacher['final_accuracy']}")
+    (checkpoint,) = (folder / "teacher").glob("*/run/checkpoint")
+    most = _steps_to(GOOD, teacher["curve"])
+    steps = ["trainer.total_training_steps=" + str(most)]
+    student = run("opd", [*shared, f"reference.path={checkpoint}", *steps], folder / "student")
+    if student["base_accuracy"] != teacher["base_accuracy"]:
+        raise RuntimeError(f"the runs of seed {seed} do not start from the same weights")
+    needed = _steps_to(GOOD, student["curve"])
+    return {"seed": int(seed), "grpo_steps": most, "opd_steps": needed, "teacher": teacher, "student": student}
+
+
+def _steps_to(accuracy: float, curve: list[tuple[int, float]]) -> int:
+    found = next((step for step, reached in curve if reached >= accuracy), None)
+    if found is None:
+        raise RuntimeError(f"an accuracy of {accuracy} was not reached: {curve}")
+    return found
+
+
+def distillation(seeds: list[str], more: list[str]) -> list[dict[str, Any]]:
+    """The rows of the result of `--teacher`."""
+    runs: list[dict[str, Any]] = []
+    for seed in seeds:
+        with tempfile.TemporaryDirectory() as folder:
+            for side in ("teacher", "student"):
+                Path(folder, side).mkdir()
+            runs.append(distill(seed, more, Path(folder)))
+            print({name: runs[-1][name] for name in ("seed", "grpo_steps", "opd_steps")}, flush=True)
+    ratios = [its["opd_steps"] / its["grpo_steps"] for its in runs]
+    question = f"steps to accuracy {GOOD} with on-policy distillation against GRPO, median of {len(runs)} seeds"
+    return [verdict(question, statistics.median(ratios), 0.5, 0.25, at_least=False, ratios=ratios, runs=runs)]
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
@@ -99,8 +153,12 @@ def main() -> None:
         help="another override of all runs; the first one names the result",
     )
     parser.add_argument("--tool", action="store_true", help="the demo with a tool, and the same without it")
+    parser.add_argument("--teacher", action="store_true", help="on-policy distillation against GRPO")
     parser.add_argument("--smoke", action="store_true", help="one seed, GRPO, 2 steps, nothing written")
     arguments = parser.parse_args()
+    if arguments.teacher:
+        publish("learning_distillation", distillation(arguments.seeds.split(","), arguments.set))
+        return
     if arguments.smoke:
         arguments.seeds, arguments.algorithms, arguments.steps = "0", "grpo", 2
     rows: list[dict[str, Any]] = []

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.pairs import verdict
-from harness.process_tree import Line, run_command
+from harness.process_tree import LOOK_S, Line, run_command
 from harness.results import ROOT, command_line, write_result
 
 from rl_app_ppo.config.loading import load_config
@@ -41,7 +41,7 @@ class Run:
     Attributes:
         first_step_s: from the command to the end of the first step.
         step_s: seconds per step after the first, without validation.
-        cpu_s: CPU seconds of all processes per step after the first.
+        cpu_s: CPU seconds of all processes per step after the first, at least LOOK_S in all.
         peak_pss_mib: see CommandRun.
         accuracy: of the last validation.
     """
@@ -70,7 +70,7 @@ def run(placement: str, seed: int, overrides: Sequence[str], folder: Path) -> Ru
     return Run(
         first_step_s=steps[0].at,
         step_s=statistics.median(line.record["timing_s/step"] for line in later),
-        cpu_s=(steps[-1].cpu - steps[0].cpu) / len(later),
+        cpu_s=max(steps[-1].cpu - steps[0].cpu, LOOK_S) / len(later),
         peak_pss_mib=whole.peak_pss_mib,
         accuracy=next(found for line in reversed(whole.lines) if (found := accuracy(line)) is not None),
     )

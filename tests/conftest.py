@@ -19,6 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 
 from process_settings import seed_all, settings_kept
 
+sys.path[1:1] = [f"{sys.path[0]}/{folder}" for folder in ("devices", "models", "runs")]
+
 # Property tests run on shared machines, where the time of one example says nothing: no deadline.
 # Locally, each run tries new examples; in CI the examples depend only on the code, so that a
 # failure comes from the change and can be repeated.

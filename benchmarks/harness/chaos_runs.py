@@ -82,12 +82,16 @@ def newest(runs: Sequence[Run]) -> list[Run]:
 
 def planned(runs: Sequence[Run], kind: Kind, all_schedules: Sequence[Schedule]) -> list[Schedule]:
     """Which runs are to be made: first those whose last repetition failed, then those of
-    `all_schedules` that are missing."""
+    `all_schedules` that are missing, and of these first the ones of cells with too few runs."""
     last = {run.outcome.schedule: run.outcome for run in newest(runs) if run.outcome.kind == kind}
-    return [
-        *(schedule for schedule, outcome in last.items() if not outcome.good),
-        *(schedule for schedule in all_schedules if schedule not in last),
-    ]
+    counts = Counter((strike.victim, strike.fault) for outcome in last.values() for strike in outcome.strikes)
+    scarce: list[Schedule] = []
+    others: list[Schedule] = []
+    for schedule in (schedule for schedule in all_schedules if schedule not in last):
+        struck = {(strike.victim, strike.fault) for strike in schedule.strikes}
+        (scarce if any(counts[cell] < PER_CELL for cell in struck) else others).append(schedule)
+        counts.update(struck)
+    return [*(schedule for schedule, outcome in last.items() if not outcome.good), *scarce, *others]
 
 
 def bars(runs: Sequence[Run]) -> list[Row]:

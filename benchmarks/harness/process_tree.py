@@ -16,7 +16,8 @@ from typing import Any
 from harness.pairs import cpu_seconds
 
 _PR_SET_CHILD_SUBREAPER = 36
-_LOOK_S = 0.01
+LOOK_S = 0.01
+"""Seconds between two looks at the lines; lines of one look have the same time."""
 _CPU_S = 1.0
 """Seconds between two looks at processes that may end."""
 _MEMORY_S = 5.0
@@ -132,7 +133,7 @@ def run_command(
                 tree.cpu()
             if now - memory_look >= _MEMORY_S:
                 memory_look, peak = now, max(peak, tree.pss_mib())
-            time.sleep(_LOOK_S)
+            time.sleep(LOOK_S)
         seconds = time.perf_counter() - start
         if ended is None:
             process.terminate()
@@ -167,7 +168,7 @@ def _reap() -> None:
     while time.monotonic() < deadline:
         try:
             if os.waitpid(-1, os.WNOHANG)[0] == 0:
-                time.sleep(_LOOK_S)
+                time.sleep(LOOK_S)
         except ChildProcessError:
             return
     raise RuntimeError(f"processes of the last command still run after {_LINGER_S:g} s")

@@ -79,8 +79,8 @@ class Family:
         return items * int(np.prod(spec.dims, dtype=np.int64)) * storage_dtype(spec.dtype).itemsize
 
 
-ROUTED_EXPERTS = ColumnSpec(
-    name="routed_experts",
+CHOSEN_EXPERTS = ColumnSpec(
+    name="chosen_experts",
     kind="ragged",
     dtype="uint8",
     dims=(48, 8),
@@ -104,7 +104,7 @@ FAMILIES: Mapping[str, Family] = {
             about="routing replay of 48 layers x 8 experts per token; 2K/8K scaled by 1/4",
             prompt=512,
             response=2048,
-            extra=(ROUTED_EXPERTS,),
+            extra=(CHOSEN_EXPERTS,),
         ),
         Family(
             name="vl",
@@ -119,7 +119,7 @@ FAMILIES: Mapping[str, Family] = {
             about="every kind of column, a few KiB: for tests and smoke runs",
             prompt=8,
             response=16,
-            extra=(ROUTED_EXPERTS, PIXEL_VALUES),
+            extra=(CHOSEN_EXPERTS, PIXEL_VALUES),
             items=4,
         ),
     )

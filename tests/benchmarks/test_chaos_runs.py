@@ -82,6 +82,15 @@ def test_failed_runs_are_repeated_first_and_then_the_missing_ones_made():
     assert planned(runs_of([OLD, NEW]), "plane", schedules) == schedules
 
 
+def test_of_the_missing_runs_those_of_cells_with_few_runs_come_first():
+    made = [outcome(number) for number in range(3)]  # as many as a cell needs
+    document_of_all = document("0123abcd", *(at(number, one) for number, one in enumerate(made, start=1)))
+    others = [outcome(number).schedule for number in (10, 11)]
+    scarce = [outcome(number, (Victim.REWARD, Fault.STOP)).schedule for number in range(12, 16)]
+    found = planned(runs_of([document_of_all]), "app", [*others, *scarce])
+    assert found == [*scarce[:3], *others, scarce[3]]
+
+
 def test_the_matrix_counts_failures_and_lists_empty_cells():
     lines = matrix([FAILED, outcome(5), OTHER], "app").splitlines()
     driver = next(line for line in lines if line.startswith("| driver |"))

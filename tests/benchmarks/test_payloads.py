@@ -18,7 +18,7 @@ TEXT, TINY = FAMILIES["text"], FAMILIES["tiny"]
 def test_bytes_of_a_padded_row_by_hand():
     assert TEXT.row_bytes(("prompts",)) == 2048 * 8
     assert TEXT.row_bytes(("responses", "response_mask", "rollout_log_probs", "scores")) == 8192 * (8 + 1 + 4) + 4
-    assert FAMILIES["moe"].row_bytes(("routed_experts",)) == (512 + 2048) * 48 * 8
+    assert FAMILIES["moe"].row_bytes(("chosen_experts",)) == (512 + 2048) * 48 * 8
     assert FAMILIES["vl"].row_bytes(("pixel_values",)) == 512 * 1536 * 2
     assert TEXT.row_bytes(("ground_truth",)) == 0
 
@@ -36,7 +36,7 @@ def test_layouts_hold_the_same_rows():
     lengths = row_lengths(TINY, 16, seed=3)
     padded, ragged = (rollout_batch(TINY, columns, lengths, rows, layout, 3) for layout in ("padded", "ragged"))
     assert padded.field_names == ragged.field_names == columns
-    for name in ("prompts", "responses", "pixel_values", "routed_experts"):
+    for name in ("prompts", "responses", "pixel_values", "chosen_experts"):
         rows_of = ragged.ragged(name).rows()
         assert padded.dense(name).values.shape[1] == TINY.width(name)
         for wide, row in zip(padded.dense(name).values, rows_of, strict=True):
@@ -73,7 +73,7 @@ def test_every_row_is_made_once_and_dealt_once(workers: int):
 def test_the_graph_is_the_trainers_with_the_columns_of_the_family():
     graph = step_graph(TINY)
     assert [stage.name for stage in graph.stages] == ["rollout", "reward", "old_log_prob", "ref", "adv", "update_actor"]
-    assert {"routed_experts", "pixel_values"} <= set(graph["rollout"].writes)
+    assert {"chosen_experts", "pixel_values"} <= set(graph["rollout"].writes)
     for name in ("old_log_prob", "ref", "update_actor"):
         assert "pixel_values" in graph[name].reads
     assert "pixel_values" not in graph["adv"].reads + graph["reward"].reads

@@ -46,7 +46,7 @@ class TestLocalPlane(DataPlaneSuite):
 
     @pytest.fixture(autouse=True)
     def _patient(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for module in ("client", "writer"):
+        for module in ("client", "reader", "writer"):
             monkeypatch.setattr(f"rl_transferqueue.client.{module}.SERVER_GRACE_S", 60.0)
 
     @asynccontextmanager

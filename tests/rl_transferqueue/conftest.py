@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from polling import until_async
 
 from rl_transferqueue import Client, LocalPlane, PlaneDescriptor, TransferQueueConfig, connect, start_local_plane
 
@@ -25,7 +25,7 @@ def server_grace_s(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """
 
     def set_grace(seconds: float) -> None:
-        for module in ("client", "writer"):
+        for module in ("client", "reader", "writer"):
             monkeypatch.setattr(f"rl_transferqueue.client.{module}.SERVER_GRACE_S", seconds)
 
     set_grace(60.0)
@@ -57,10 +57,3 @@ async def _sweep(descriptor: PlaneDescriptor) -> None:
 
 async def _empty(client: Client) -> bool:
     return (await client.stats()).bytes_used == 0
-
-
-async def until_async(condition: Callable[[], Awaitable[bool]], what: str, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not await condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        await asyncio.sleep(0.02)

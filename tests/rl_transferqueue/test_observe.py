@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import until_async
+from polling import until_async
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 

@@ -34,7 +34,7 @@ WITHOUT_KEY = {
         "VLLMConfig.tokenizer",
     ),  # the app sets them
     "EndpointConfig.sampling",  # of an endpoint that a program opens
-    *("Generation.kept", "Trajectory.kept"),  # what a session returns
+    *("Generation.kept", "Generation.routed", "Trajectory.kept", "Trajectory.routed"),  # what a session returns
 }
 """Parameters in messages that no option sets."""
 CHECKED = sorted(set(PACKAGES) - {"rl_app_ppo"})

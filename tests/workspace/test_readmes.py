@@ -42,12 +42,15 @@ SNIPPET = re.compile(r'--8<-- "((?:packages|apps)/[\w-]+/examples/\w+\.py)"\n')
 """A block that shows a program, which test_examples.py runs."""
 RUN_BY = {
     ("docs/guides/data_plane.md", 0): "tests/rl_transferqueue/test_backends.py::installed",
-    ("docs/guides/python.md", 0): "tests/integration/test_python_api.py::test_the_example_of_the_guide_trains",
+    (
+        "docs/guides/python.md",
+        0,
+    ): "tests/integration/interfaces/test_python_api.py::test_the_example_of_the_guide_trains",
     ("docs/guides/reward.md", 0): "tests/workspace/test_readmes.py::test_the_reward_of_the_guide",
     (
         "docs/guides/rollout_engine.md",
         0,
-    ): "tests/integration/test_rollout_plugin.py::test_the_example_of_the_guide_generates",
+    ): "tests/integration/rollout/test_rollout_plugin.py::test_the_example_of_the_guide_generates",
     (
         "docs/guides/weight_engine.md",
         0,

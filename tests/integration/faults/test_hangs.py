@@ -76,3 +76,23 @@ def test_a_reward_function_that_never_returns_is_named_with_its_line(tmp_path, b
     report = ended_by_the_watchdog(run, folder)
     assert re.search(r"reward has not answered '(reward|evaluate)' for \d+ s: step \d+, \d+ rows of prompts ", report)
     assert f'File "{reward}", line 4 in patient' in report
+
+
+@pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.nightly), pytest.param(1, marks=pytest.mark.slow)])
+def test_a_stopped_worker_behind_a_stage_that_takes_too_long_is_named_once(tmp_path, base_model, mark, ahead):
+    folder = tmp_path / "run"
+    overrides = ("placement=separate", f"async_rl.max_staleness={ahead}", "algorithm.old_log_prob=recompute")
+    limits = ("trainer.stage_timeout_s=8", "checkpoint_engine.timeout_s=8", "trainer.hang_report_s=0")
+    once = ("restart.heartbeat_s=0", "restart.max_per_hour=0")
+    run = started(mark, folder, f"model.path={base_model}", *SMALL, *overrides, *limits, *once, lines=2)
+    (pid,) = processes_of(folder, "rollout-0")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        out, err = run.communicate(timeout=240)
+    finally:
+        run.kill()
+    assert run.returncode == 1, (out, err)
+    named = rf"^the run failed: Worker rollout-0 \(process {pid}\) is stopped \(SIGSTOP.* Because of that: "
+    assert re.search(named, err), err
+    assert err.count(f"(process {pid})") == 1
+    assert "restart.max_per_hour=0" in err

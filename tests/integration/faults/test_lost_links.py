@@ -102,7 +102,9 @@ def test_a_run_whose_hosts_lose_each_other_ends_and_names_the_lost_one(tmp_path,
             run.kill()
             run.communicate()
     assert run.returncode == 1, err
-    assert re.search(rf"Worker [\w-]+ on node {re.escape(OTHER)} died during \w+: .*node was terminated", err), err
+    assert re.search(
+        rf"Worker [\w-]+ on \S+ \(node {re.escape(OTHER)}\) died during \w+: .*node was terminated", err
+    ), err
 
 
 def start_in(namespace: str, words: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:

@@ -10,10 +10,10 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
 
 import pytest
 from app_runs import marked, started
+from polling import until
 
 from rl_transferqueue import connect
 from rl_transferqueue.client.deadline import deadline_after
@@ -41,13 +41,6 @@ def score(data_source, solution_str, ground_truth, extra_info=None):
     return float(solution_str.strip() == ground_truth)
 """
 """Waits in the second step. Calls are counted in a file: several processes make them."""
-
-
-def until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.02)
 
 
 @pytest.fixture

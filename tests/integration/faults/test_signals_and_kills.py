@@ -29,6 +29,7 @@ def long_run(tmp_path, base_model, mark):
         "actor.use_kl_loss=false",
         "trainer.stage_timeout_s=60",
         "restart.max_per_hour=0",
+        "restart.heartbeat_s=0",  # a process that is stopped is named as stopped, not as killed
         "transfer_queue.timeout_s=8",
         lines=3,
     )

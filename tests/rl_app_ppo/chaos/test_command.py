@@ -37,15 +37,15 @@ def test_runs_whose_processes_are_killed_lose_nothing(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_application_survives_the_end_of_two_workers_and_a_changed_byte_of_weights(tmp_path):
+def test_the_application_survives_the_end_of_a_worker_and_changed_bytes_of_weights_and_memory(tmp_path):
     out, path = io.StringIO(), tmp_path / "chaos.json"
-    assert chaos(3, 14, 19, path, Console(file=out, width=200), model=True), out.getvalue()
+    assert chaos(3, 29, 0, path, Console(file=out, width=200), model=True), out.getvalue()
     outcomes = report_of(path).outcomes
     assert [one.kind for one in outcomes] == ["app"] * 3
     assert all(one.trained for one in outcomes)
     assert [(strike.victim, strike.fault) for one in outcomes for strike in one.strikes] == [
-        (Victim.REFERENCE, Fault.TERMINATE),
-        (Victim.TRAINER, Fault.KILL),
+        (Victim.ROLLOUT, Fault.KILL),
+        (Victim.STORAGE, Fault.FLIP_MEMORY),
         (Victim.TRAINER, Fault.FLIP_WEIGHTS),
     ]
 

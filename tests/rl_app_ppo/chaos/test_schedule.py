@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from rl_app_ppo.chaos.schedule import APP_CELLS as CELLS
-from rl_app_ppo.chaos.schedule import PLANE_CELLS, Fault, Pace, make_schedule
+from rl_app_ppo.chaos.schedule import NOT_KILLED_AT, PLANE_CELLS, Fault, Pace, make_schedule
 from rl_protocol.support.fault_points import FaultPoint
 
 PACE = Pace(events=60, spread_s=0.01, passes=1.0, cells=CELLS)
@@ -38,11 +38,13 @@ def test_every_cell_is_struck_in_each_cycle_at_moments_that_a_run_reaches():
 def test_some_cycles_kill_a_process_at_every_point_and_slow_every_sync():
     runs = [make_schedule(5, number, PACE) for number in range(CYCLES * len(CELLS))]
     at = Counter((strike.fault, strike.point) for run in runs for strike in run.strikes if strike.point)
-    assert {point for fault, point in at if fault is Fault.KILL} == {*FaultPoint} - {FaultPoint.LEASE_CLOCK_READ}
+    assert {point for fault, point in at if fault is Fault.KILL} == {*FaultPoint} - {*NOT_KILLED_AT}
     assert sum(count for (fault, _), count in at.items() if fault is Fault.SLOW_DISK) == 3 * CYCLES
     assert {point for fault, point in at if fault is Fault.CLOCK} == {FaultPoint.LEASE_CLOCK_READ}
     assert {point for fault, point in at if fault is Fault.FLIP_WEIGHTS} == {FaultPoint.WEIGHTS_SENT}
-    assert {fault for fault, _ in at} == {Fault.KILL, Fault.SLOW_DISK, Fault.FLIP_WEIGHTS, Fault.CLOCK}
+    assert {point for fault, point in at if fault is Fault.FLIP_MEMORY} == {FaultPoint.ROWS_IN_MEMORY}
+    only_at = {Fault.FLIP_WEIGHTS, Fault.FLIP_MEMORY, Fault.CLOCK}
+    assert {fault for fault, _ in at} == {Fault.KILL, Fault.SLOW_DISK, *only_at}
 
 
 def test_runs_without_a_model_never_wait_for_weights_that_are_not_sent():

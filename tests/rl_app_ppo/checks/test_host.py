@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,3 +33,57 @@ def test_a_missing_package_is_no_error_and_has_its_command(
 ) -> None:
     monkeypatch.setitem(host.OPTIONAL, "a=b", ((package,), "y", "x[y]"))
     assert text in host.package_text("a=b")
+
+
+def test_a_limit_of_file_sizes_that_a_run_exceeds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def limit(nbytes: int) -> None:
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (nbytes, resource.RLIM_INFINITY))
+
+    limit(2**20 * 3 // 2)
+    with pytest.raises(ConfigError, match=r"allows files of 1\.5 MiB, and a run needs 64 MiB.*`ulimit -f unlimited`"):
+        host.file_size_text(64 * 2**20)
+    assert host.file_size_text(2**20) == "files may have 2 MiB"
+    limit(resource.RLIM_INFINITY)
+    assert host.file_size_text(2**60) == "files may have any size"
+
+
+def test_a_limit_of_the_address_space_that_a_run_exceeds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def limit(nbytes: int) -> None:
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (nbytes, resource.RLIM_INFINITY))
+
+    limit(host.ADDRESS_SPACE - 1)
+    with pytest.raises(ConfigError, match=r"^ulimit -v allows .* GiB of address space.*`ulimit -v unlimited`"):
+        host.address_space_text()
+    limit(host.ADDRESS_SPACE)
+    assert host.address_space_text() == f"processes may map {host.ADDRESS_SPACE >> 30} GiB"
+    limit(resource.RLIM_INFINITY)
+    assert host.address_space_text() == "processes may map any amount of memory"
+
+
+def test_a_loopback_interface_that_is_down_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert host.loopback_text() == "processes reach each other at 127.0.0.1"
+
+    def unreachable(address: tuple[str, int], timeout: float) -> None:
+        raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    monkeypatch.setattr(host.socket, "create_connection", unreachable)
+    with pytest.raises(
+        ConfigError, match=r"each other at 127\.0\.0\.1 \(Network is unreachable\)\. Run `ip link set lo up`"
+    ):
+        host.loopback_text()
+
+
+@pytest.mark.parametrize("command", ["doctor", "plan"])
+def test_a_limit_below_the_libraries_of_torch_is_a_message(command: str, tmp_path: Path) -> None:
+    rl = [sys.executable, "-c", "from rl_app_ppo.cli.entry import rl; rl()", command]
+    done = subprocess.run(
+        ["sh", "-c", 'ulimit -v 2000000; exec "$@"', "sh", *rl],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "ulimit -v allows 1.9 GiB of address space" in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr

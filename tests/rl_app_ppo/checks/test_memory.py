@@ -9,6 +9,7 @@ from rl_app_ppo.cli.main import main
 from rl_app_ppo.config.loading import load_config
 from rl_protocol import ConfigError
 from rl_trainer import build_graph
+from rl_trainer.data.model_families import RoutedLayers
 
 ROLLOUT = 8 + 1 + 4
 """Bytes per token: responses, response_mask, rollout_log_probs."""
@@ -16,10 +17,10 @@ OLD, ADV, REF = 4 + 4, 4 + 4, 4
 """Bytes per token: old_log_probs and entropy; advantages and returns; ref_log_prob."""
 
 
-def bytes_of(*overrides, longest=5, validation_rows=0):
+def bytes_of(*overrides, longest=5, validation_rows=0, routed=None):
     small = ("data.train_batch_size=2", "actor.ppo_mini_batch_size=2", "rollout.n=3", "rollout.response_length=10")
     config = load_config([*small, "rollout.num_workers=1", *overrides])
-    return step_bytes(config, build_graph(config.algorithm, config.actor), longest, validation_rows)
+    return step_bytes(config, build_graph(config.algorithm, config.actor), longest, validation_rows, routed)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,16 @@ def bytes_of(*overrides, longest=5, validation_rows=0):
 )  # fmt: skip
 def test_bytes_of_a_step_by_hand(overrides, per_prompt):
     assert bytes_of(*overrides) == 2 * per_prompt
+
+
+def test_the_experts_of_each_token_count():
+    """Three experts of each token of prompt and response, in two layers, of two bytes."""
+    layers = RoutedLayers(layers=2, experts=8, top_k=3)
+    plain = bytes_of("actor.use_kl_loss=false")
+    assert bytes_of("actor.use_kl_loss=false", routed=layers) == plain
+    for replay in ("R2", "R3"):
+        replayed = bytes_of("actor.use_kl_loss=false", f"algorithm.router_replay={replay}", routed=layers)
+        assert replayed == plain + 2 * 3 * (10 + 5) * 2 * 3 * 2
 
 
 def test_a_validation_set_that_is_larger_than_a_step_counts(tmp_path):

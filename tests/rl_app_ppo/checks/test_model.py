@@ -90,14 +90,68 @@ def test_the_context_is_that_of_the_part_that_reads_text(overrides):
         check(*overrides, "rollout.response_length=124")
 
 
-def test_modules_that_get_no_adapters_are_named(moe_model):
+def test_modules_that_get_no_adapters_are_named(moe_model, tmp_path):
     demo = (f"model.path={moe_model}", "lora.rank=4")
     attention = "lora.target_modules=[q_proj,k_proj,v_proj,o_proj]"
-    with pytest.raises(
-        ConfigError,
-        match=r"names gate_proj, up_proj, down_proj, of experts.*Set lora.target_modules=\[q_proj,k_proj,v_proj,o_proj\]",
+    check(*demo)
+    check(*demo, "model_engine=fsdp")
+    for setting, reason in (
+        ("model_engine=megatron", "whose adapters need model_engine=torch or fsdp; got megatron"),
+        (
+            "torch.param_dtype=bfloat16",
+            "whose adapters need torch.param_dtype=float32 or model_engine=fsdp; got bfloat16",
+        ),
+        ("lora.dropout=0.1", "for which peft says: lora.ParamWrapper does not work with lora_dropout != 0"),
+        ("lora.use_dora=true", "for which peft says: lora.ParamWrapper does not work with use_dora=True"),
     ):
-        check(*demo)
-    check(*demo, attention)
+        wanted = (
+            rf"names gate_proj, up_proj, down_proj, of experts, {reason}\. Set lora.target_modules=\[q_proj,k_proj,"
+        )
+        with pytest.raises(ConfigError, match=wanted):
+            check(*demo, setting)
+        check(*demo, setting, attention)
     with pytest.raises(ConfigError, match=r"lora.target_modules names down_proj.*Set lora.rank=0"):
-        check(*demo, "lora.target_modules=[down_proj]")
+        check(*demo, "model_engine=megatron", "lora.target_modules=[down_proj]")
+    check(*demo, "model_engine=fsdp", "fsdp.param_dtype=bfloat16")
+
+
+def test_router_replay_needs_a_model_with_experts_and_engines_that_have_it(moe_model, tmp_path):
+    check(f"model.path={moe_model}", "algorithm.router_replay=R3")
+    for engine in ("fsdp", "megatron"):
+        check(f"model.path={moe_model}", "algorithm.router_replay=R2", f"model_engine={engine}")
+    with pytest.raises(
+        ConfigError, match=r"algorithm\.router_replay=R3 needs a model with experts, .* got the demo model"
+    ):
+        check("algorithm.router_replay=R3")
+    described = json.loads((moe_model / "config.json").read_text()) | {"model_type": "deepseek_v3"}
+    for file in moe_model.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    with pytest.raises(ConfigError, match=r"of model_type mixtral, .*; got model\.path=.* of model_type='deepseek_v3'"):
+        check(
+            f"model.path={tmp_path}",
+            "algorithm.router_replay=R2",
+            "actor.use_remove_padding=false",
+        )
+
+
+def test_models_and_layouts_that_megatron_core_can_not_train_are_refused_with_the_key(moe_model, tmp_path):
+    given = ("model_engine=megatron", "actor.use_kl_loss=false")
+    two = "megatron.expert_model_parallel_size=2"
+    check(f"model.path={moe_model}", *given, two)
+    for settings, message in (
+        (["megatron.expert_model_parallel_size=3"], r"experts=4 .* expert=3 .*megatron\.expert_model_parallel_size\."),
+        (["megatron.tensor_model_parallel_size=2"], r"needs sequence_parallel=True.*megatron\.sequence_parallel\."),
+        ([two, "megatron.distributed_optimizer=true"], r"megatron\.distributed_optimizer must be false with"),
+        ([two, "megatron.world_size=3"], r"0 or a multiple of tensor \* pipeline \* expert \(2\)"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check(f"model.path={moe_model}", *given, *settings)
+    described = json.loads((moe_model / "config.json").read_text()) | {"decoder_sparse_step": 2}
+    for file in moe_model.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    with pytest.raises(ConfigError, match=r"model_engine=megatron can't train .* decoder_sparse_step must be 1; got 2"):
+        check(f"model.path={tmp_path}", *given)

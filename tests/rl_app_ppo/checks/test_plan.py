@@ -123,6 +123,28 @@ def test_models_of_other_families_are_planned(family, tmp_path):
     assert 1.9 < two / one < 2.1
 
 
+def test_experts_are_divided_over_replicas(tmp_path):
+    """Of 8 experts a rank of Megatron-Core holds 2, and all of the rest."""
+    Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_experts=8,
+        moe_intermediate_size=32,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+    ).save_pretrained(tmp_path)
+    options = ["model_engine=megatron", "megatron.expert_model_parallel_size=4", "megatron.world_size=4"]
+    config = load_config(options)
+    size = model_size(tmp_path, config.lora)
+    assert size.experts == 2 * 8 * 3 * 16 * 32
+    held = size.weights - size.experts * 3 // 4
+    found = role_bytes("actor", config, size, on_gpu=True)
+    assert (found["weights"], found["gradients"], found["optimizer"]) == (4 * held, 4 * held, 8 * held)
+    assert role_bytes("rollout", config, size)["weights"] == 4 * size.weights
+
+
 def test_what_a_role_holds(folder):
     """16 bytes a weight where all are trained, sharded over ranks."""
     whole = [

@@ -71,9 +71,31 @@ def test_a_server_of_something_else_is_no_cluster() -> None:
         check_cluster(RayConfig(address=address))
 
 
+def test_auto_answers_with_the_token_of_the_user_before_it_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray._private.authentication import authentication_token_setup as setup
+
+    def asked(address: str) -> SimpleNamespace:
+        order.append(address)
+        return SimpleNamespace(internal_kv_get=lambda *_, **__: b"{}")
+
+    order = list[str]()
+    monkeypatch.setattr(ray._raylet, "GcsClient", asked)
+    monkeypatch.setattr(
+        setup, "maybe_enable_token_auth_if_token_available", lambda warn_if_disabled: order.append("token")
+    )
+    with server(SETTINGS) as address:
+        check_cluster(RayConfig(address=address))  # Ray gives no token to an address of somebody else
+    assert order == [address]
+    with server(SETTINGS) as address:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        check_cluster(RayConfig(address="auto"))
+    assert order[1:] == ["token", address]
+
+
 def test_auto_without_a_cluster_is_refused_and_with_ray_address_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from ray._private import services
 
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(services, "find_gcs_addresses", set)
     monkeypatch.setattr(services, "find_bootstrap_address", lambda folder: None)

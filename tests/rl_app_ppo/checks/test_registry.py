@@ -43,7 +43,7 @@ def test_the_doctor_makes_every_check_of_a_run() -> None:
 def test_the_demo_can_start_here(tmp_path: Path) -> None:
     found = by_name(f"trainer.output_dir={tmp_path / 'a' / 'b'}")
     assert {one.what for one in found.values() if one.level == "error"} == set()
-    assert list(found)[:3] == ["Python", "torch", "GPUs"]
+    assert list(found)[:4] == ["Python", "address space", "torch", "GPUs"]
     assert found["data"].text == "prompts: 4000 of train, 512 of val; the longest has 6 tokens"
     assert str(tmp_path) in found["disk"].text
     assert {"rollout.name=vllm", "model_engine=megatron", "trainer.logger=wandb"} <= found.keys()

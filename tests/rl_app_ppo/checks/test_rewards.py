@@ -10,11 +10,12 @@ from trust import trust
 
 from rl_app_ppo.checks.facts import Facts
 from rl_app_ppo.checks.registry import preflight
-from rl_app_ppo.checks.rewards import check_rewards
+from rl_app_ppo.checks.rewards import check_rewards, check_sources
 from rl_app_ppo.config.loading import load_config
 from rl_app_ppo.worker.rewards import open_scorer
 from rl_ckpt_engine import PluginPolicy
 from rl_protocol import ConfigError
+from rl_trainer import PromptRow
 
 
 def folder(path, words):
@@ -66,3 +67,40 @@ def test_rows_for_which_by_data_source_knows_no_reward_are_refused_before_proces
     config = load_config(["reward.function=by_data_source"])  # scores the rows of the demo
     with pytest.raises(ConfigError, match=r"has no reward for data_source='\w+'; it has rewards for openai/gsm8k"):
         preflight(Facts(config, PluginPolicy()))
+
+
+SOURCE = "sums"
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        (
+            f"reward.function=exact_match@{SOURCE},math@gsm8k",
+            rf"reward\.function names data_source='gsm8k'.*have {SOURCE}",
+        ),
+        (
+            "algorithm.by_source=rl_coef=0.5@gsm8k",
+            rf"algorithm\.by_source names data_source='gsm8k'.*rows have {SOURCE}",
+        ),
+    ],
+)
+def test_a_source_that_no_row_has_is_refused_before_processes_start(override, words):
+    with pytest.raises(ConfigError, match=words):
+        preflight(Facts(load_config([override]), PluginPolicy()))
+
+
+def test_settings_by_source_pass_the_checks():
+    overrides = [f"algorithm.by_source=adv_estimator=rloo@{SOURCE},rl_coef=0.5@{SOURCE}"]
+    preflight(Facts(load_config(overrides), PluginPolicy()))
+
+
+def rows_of(*sources):
+    return [PromptRow(prompt_ids=(1,), data_source=source, ground_truth="") for source in sources]
+
+
+def test_rows_that_nothing_trains_on_are_refused():
+    config = load_config(["algorithm.rl_coef=0", "algorithm.by_source=rl_coef=1@a", "actor.use_kl_loss=false"])
+    check_sources(config, {"train": rows_of("a"), "val": rows_of("b")})
+    with pytest.raises(ConfigError, match=r"nothing to train on in rows of data_source='b', which it does not name"):
+        check_sources(config, {"train": rows_of("a", "b")})

@@ -9,7 +9,7 @@ from fake_gpu import GPU, FakeGpu
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 from rl_app_ppo.checks.model_size import model_size
-from rl_app_ppo.checks.role_memory import role_bytes
+from rl_app_ppo.checks.role_memory import ModelSize, role_bytes
 from rl_app_ppo.config.loading import load_config
 from rl_protocol import BatchData, ragged
 from rl_trainer.backends import parallel_strategy
@@ -83,3 +83,30 @@ def test_the_estimate_of_7b_is_within_10_percent_of_the_bytes_of_a_step(folder, 
     assert trained == pytest.approx(lasting - weights, rel=0.1)
     passing = at_backward - weights  # the first backward pass: no moments, no gradients
     assert estimate["activations"] + estimate.get("logits", 0) == pytest.approx(passing, rel=0.1)
+
+
+@pytest.mark.parametrize(("tokens", "logits"), [(16, 4 * 4 * 16 * 100_000), (1000, 3 * (64 << 20))])
+def test_a_reference_on_the_cpu_holds_what_each_block_was_gathered_in(tokens, logits):
+    """10 million weights, of which 4 are outside of 3 blocks of 2 million each."""
+    size = ModelSize(
+        weights=10_000_000,
+        trained=10_000_000,
+        kv_token=1,
+        layers=3,
+        outside=4_000_000,
+        head=0,
+        hidden=1,
+        vocabulary=100_000,
+        chunked=True,
+        activations=lambda tokens, element: 600 * tokens * element,
+    )
+    engine = ["model_engine=fsdp", "fsdp.device=cpu", "fsdp.param_dtype=bfloat16"]
+    config = load_config([*engine, f"actor.ppo_max_token_len={tokens}", "actor.use_kl_loss=true"])
+    assert dict(role_bytes("ref", config, size)) == {
+        "weights": 4 * 10_000_000,
+        "gathered weights": 2 * (2 * 4_000_000 + 2_000_000),
+        "activations": 600 * tokens * 2 // (3 * 2),
+        "logits": logits,
+        "allocator": 2 * 6_000_000 + (24 << 20),
+    }
+    assert "allocator" not in role_bytes("ref", config, size, on_gpu=True)

@@ -187,7 +187,7 @@ def test_a_demo_is_a_run_of_its_preset(run, monkeypatch):
     started = []
     monkeypatch.setattr(rl, "launch", lambda config, *_, before_s: started.append(config))
     listed = [line.split()[0] for line in run("demo", "--list").output.splitlines()]
-    assert listed == ["grpo", "calculator", "opd", "ppo", "sft"]
+    assert listed == ["grpo", "calculator", "countdown", "opd", "ppo", "sft"]
     for words in (["demo"], ["demo", "rollout.n=4"], ["demo", "ppo"], ["demo", "calculator", "rollout.n=4"]):
         assert run(*words).exit_code == 0
     presets = ["demo", "demo", "demo-ppo", "demo-calculator"]
@@ -211,6 +211,8 @@ WRONG = {
     "train nothing=1": "Unknown key 'nothing'",
     "train rollout.n=x": "rollout.n",
     "train --nothing": "No such option: --nothing",
+    "train --rollout.n=4": "write rollout.n=4",
+    "plan algorithm=ppo --model_engine fsdp": "write model_engine=VALUE",
     "train --config /no/such.yaml": "/no/such.yaml",
     "demo calculato": "Did you mean 'calculator'",
     "demo grpo nothing=1": "Unknown key 'nothing'",

@@ -72,7 +72,7 @@ def place(_):
 
 
 @pytest.mark.slow
-def test_groups_are_on_the_nodes_of_the_plan_and_see_their_own_gpus(pool_of, tmp_path):
+def test_groups_are_on_the_nodes_of_the_plan_and_see_their_own_gpus(pool_of):
     """Four ranks fill one node, and two replicas of two GPUs each the other."""
     said = list[str]()
     pool = pool_of("fsdp.world_size=4", "rollout.name=vllm", "rollout.tensor_model_parallel_size=2")
@@ -81,7 +81,7 @@ def test_groups_are_on_the_nodes_of_the_plan_and_see_their_own_gpus(pool_of, tmp
         await pool.require_resources(said.append)
         with closing(pool):
             pool.start()
-            await asyncio.gather(*(process.ready(tmp_path, 400) for process in pool.processes))
+            await asyncio.gather(*(process.ready(400) for process in pool.processes))
             looks = [process.actor.__ray_call__.remote(place) for process in pool.processes]
             return dict(zip([process.name for process in pool.processes], await asyncio.gather(*looks), strict=True))
 

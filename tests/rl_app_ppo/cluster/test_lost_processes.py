@@ -8,11 +8,15 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
+from rl_app_ppo.cluster.heartbeats import OtherHost, Watched
+from rl_app_ppo.cluster.hung_processes import HungProcesses
 from rl_app_ppo.cluster.lost_processes import fate, named_losses, named_remote_losses, unless_ended
-from rl_protocol import ConfigError, PlaneTimeout, RLError, WorkerDiedError, WorkerError
+from rl_app_ppo.driver.restart_policy import RestartLimitError
+from rl_protocol import ConfigError, HangError, PlaneTimeout, RLError, WorkerDiedError, WorkerError
 from rl_protocol.support.host.portable import uses_linux
 
 
@@ -45,7 +49,7 @@ def failed(child, what):
     named = rf"The controller \(process {child.pid}\) {what}.* during stage gen, step 3\. Because of that: no answer"
     with (
         pytest.raises(WorkerDiedError, match=named),
-        named_losses({child.pid: "The controller", os.getpid(): "This one"}),
+        named_losses(lambda: {child.pid: "The controller", os.getpid(): "This one"}, HungProcesses()),
     ):
         raise error
 
@@ -67,6 +71,18 @@ def test_a_stopped_process_is_named(child):
         time.sleep(0.01)
 
 
+def test_a_death_that_the_error_names_is_not_named_again(child):
+    child.kill()
+    until(child.pid, KILLED)
+    died = WorkerDiedError("Worker actor died during update_actor.")
+    with (
+        pytest.raises(WorkerDiedError) as caught,
+        named_losses(lambda: {child.pid: "Worker actor"}, HungProcesses(), deaths_named=True),
+    ):
+        raise died
+    assert caught.value is died
+
+
 def test_one_that_ended_is_named_with_its_code(child):
     child.stdin.close()
     child.stdin = None
@@ -74,24 +90,66 @@ def test_one_that_ended_is_named_with_its_code(child):
 
 
 def test_other_errors_stay_what_they_are(child):
-    with pytest.raises(PlaneTimeout, match=r"^slow$"), named_losses({child.pid: "The controller"}):
+    with (
+        pytest.raises(PlaneTimeout, match=r"^slow$"),
+        named_losses(lambda: {child.pid: "The controller"}, HungProcesses()),
+    ):
         raise PlaneTimeout("slow")
     child.kill()
     until(child.pid, KILLED)
-    with pytest.raises(ConfigError, match=r"^a setting$"), named_losses({child.pid: "The controller"}):
+    with (
+        pytest.raises(ConfigError, match=r"^a setting$"),
+        named_losses(lambda: {child.pid: "The controller"}, HungProcesses()),
+    ):
         raise ConfigError("a setting")
+
+
+def test_a_process_behind_a_wait_that_was_too_long_is_named_once(child):
+    child.send_signal(signal.SIGSTOP)
+    until(child.pid, "is stopped")
+    names, late = {child.pid: "Worker rollout-0"}, HangError("The driver has waited for the next batch for 60 s.")
+    stopped = rf"Worker rollout-0 \(process {child.pid}\) is stopped"
+    with (
+        pytest.raises(WorkerDiedError, match=rf"^{stopped} .*\. Because of that: The driver has waited .* 60 s\.$"),
+        named_losses(lambda: names, HungProcesses()),  # of the run, and around it
+        named_losses(lambda: names, HungProcesses()),
+    ):
+        raise late
+    limit = RestartLimitError("Rollout worker rollout-0 is lost and gets no new process: it did not answer.")
+    with (
+        pytest.raises(RestartLimitError, match=rf"^{stopped} .*\. Because of that: Rollout worker rollout-0 is lost"),
+        named_losses(lambda: names, HungProcesses(), deaths_named=True),
+    ):
+        raise limit
+    report = HangError(f"Nothing has moved for 5 s. Waiting:\n  rollout-0 (process {child.pid}) is stopped")
+    with pytest.raises(HangError) as caught, named_losses(lambda: names, HungProcesses()):
+        raise report
+    assert caught.value is report
+
+
+def test_a_process_that_was_killed_since_it_hung_did_not_just_end(child, tmp_path):
+    hung = HungProcesses()
+    hung.add(Watched("The controller", child.pid, tmp_path / "beat"), 5.0)
+    child.kill()
+    until(child.pid, KILLED)
+    end = rf"The controller \(process {child.pid}\) hung for 5 s \(restart\.heartbeat_s\) and was therefore killed"
+    with (
+        pytest.raises(WorkerDiedError, match=rf"^{end}\. Because of that: slow$"),
+        named_losses(lambda: {child.pid: "The controller"}, hung),
+    ):
+        raise PlaneTimeout("slow")
 
 
 LOST = WorkerError("Worker actor failed in update: RuntimeError: Connection closed by peer [10.0.0.7]:34567.")
 
 
-def failed_elsewhere(raised, ended, *, notice_s=60.0):
+def failed_elsewhere(raised, ended, *, notice_s=60.0, hung=None):
     """The error of a run with ranks on two other hosts, of which the second ends with `ended`."""
 
     async def body():
         loop = asyncio.get_running_loop()
         ends = {f"Worker actor-{rank} on gpu-{rank}": loop.create_future() for rank in (1, 2)}
-        async with named_remote_losses(ends, notice_s=notice_s):
+        async with named_remote_losses(ends, hung or HungProcesses(), notice_s=notice_s):
             if ended is not None:  # Ray notices it after the other ranks have failed
                 loop.call_later(0.01, ends["Worker actor-2 on gpu-2"].set_exception, ended)
             raise raised
@@ -111,7 +169,18 @@ def test_a_rank_of_another_host_is_named_once_ray_has_lost_it():
     )
 
 
+def test_a_rank_of_another_host_that_was_killed_since_it_hung_is_named_so():
+    hung, host = HungProcesses(), OtherHost(name="gpu-2", memory="m2", node="n2", address="10.0.0.2")
+    hung.add(Watched("Worker actor-2 on gpu-2", 41, Path("/proc/41/fd/7"), host), 60.0)
+    error = failed_elsewhere(LOST, RuntimeError("Its process was killed."), hung=hung)
+    assert str(error) == (
+        f"Worker actor-2 on gpu-2 hung for 60 s (restart.heartbeat_s) and was therefore killed. Because of that: {LOST}"
+    )
+
+
 def test_an_error_of_ranks_that_all_run_is_unchanged():
+    late = HangError("The driver has waited for 60 s.")
+    assert failed_elsewhere(late, None) is late  # without a wait: there was one before
     assert failed_elsewhere(LOST, None, notice_s=0.05) is LOST
     for error in (ConfigError("wrong."), WorkerDiedError("Worker actor-1 died.")):
         assert failed_elsewhere(error, None) is error  # without a wait

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError, UnserializableException
 
 from rl_app_ppo.cluster import ray_actor
+from rl_app_ppo.cluster.heartbeats import OtherHost, Watched
+from rl_app_ppo.cluster.hung_processes import HungProcesses
 from rl_app_ppo.cluster.ray_actor import RayProcess, RayWorker
 from rl_app_ppo.worker.call_socket import CallServer
+from rl_app_ppo.worker.messages import WorkerPlace
 from rl_protocol import RewardError, WorkerDiedError, WorkerError
 
 
@@ -50,6 +57,21 @@ def test_a_worker_that_hangs_is_named_at_its_deadline_and_blocks_no_other(tmp_pa
     asyncio.run(body())
     assert ticks > 1
     assert worker.bytes_moved == len(b"rows")
+
+
+def test_a_start_does_not_wait_once_a_process_that_the_run_needs_has_ended(tmp_path, monkeypatch):
+    """Ray answers no start once the driver's connection to the raylet is closed."""
+    never = SimpleNamespace(remote=lambda: asyncio.get_running_loop().create_future())
+    monkeypatch.setattr(ray_actor, "_actor_class", Stopped)
+    monkeypatch.setattr(Stopped, "place", never, raising=False)
+    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
+        gone.wait()
+    needed = {os.getpid(): "Worker critic", gone.pid: "Worker actor"}
+    process = RayProcess(["rollout"], "rollout-0", tmp_path / "rollout-0.log", 1, others=lambda: needed)
+    with pytest.raises(
+        WorkerDiedError, match=rf"^Worker rollout-0 can't start: Worker actor \(process {gone.pid}\) is gone\.$"
+    ):
+        asyncio.run(process.ready(timeout_s=600))
 
 
 class Served:
@@ -161,21 +183,34 @@ def test_a_process_of_another_host_that_dies_is_named_with_its_host(tmp_path):
             calls = {"place": self.place, "stay": self.die, "call": self.die}
             return SimpleNamespace(**{name: SimpleNamespace(remote=call) for name, call in calls.items()})
 
-        async def place(self, folder):
-            return "gpu-2", "memory", "network", 41
+        def _node(self):
+            return "n2", "10.0.0.2"
+
+        async def place(self):
+            place = WorkerPlace(host="gpu-2", memory="other", network="n", pid=41, heartbeat="/proc/41/fd/7")
+            return msgspec.msgpack.encode(place)
 
         async def die(self, *_):
             raise ActorDiedError
 
     async def body() -> None:
-        process = Process(["actor"], "actor-1", tmp_path / "actor-1.log", 1)
-        await process.ready(tmp_path, 60)
+        hung = HungProcesses()
+        process = Process(["actor"], "actor-1", tmp_path / "actor-1.log", 1, hung=hung)
+        assert process.watched is None
+        await process.ready(60)
+        host = OtherHost(name="gpu-2", memory="other", node="n2", address="10.0.0.2")
+        watched = Watched("Worker actor-1 on gpu-2 (node 10.0.0.2)", 41, Path("/proc/41/fd/7"), host)
+        assert (process.pid, process.host, process.watched) == (0, host, watched)
         await process.connect(tmp_path)
-        assert (process.pid, process.host) == (0, "gpu-2")
-        with pytest.raises(WorkerDiedError, match="Worker actor-1 on gpu-2 died during update: "):
+        with pytest.raises(WorkerDiedError, match=r"Worker actor-1 on gpu-2 \(node 10\.0\.0\.2\) died during update: "):
+            await RayWorker(process, "actor", "actor-1").call("update", b"", timeout_s=20.0)
+        hung.add(watched, 60.0)
+        why = r"died during update: its process hung for 60 s \(restart\.heartbeat_s\) and was therefore killed\. Its log: "
+        with pytest.raises(WorkerDiedError, match=why):
             await RayWorker(process, "actor", "actor-1").call("update", b"", timeout_s=20.0)
         await asyncio.wait([process.end], timeout=60)
         assert isinstance(process.end.exception(), ActorDiedError)
+        assert process.watched is None
 
     asyncio.run(body())
 
@@ -192,5 +227,5 @@ def test_an_error_in_the_creation_of_a_process_is_no_death_which_a_restart_would
     with pytest.raises(
         WorkerError, match=r"Worker actor failed in start: The actor died .* OSError: no space"
     ) as caught:
-        asyncio.run(process.ready(tmp_path, 60))
+        asyncio.run(process.ready(60))
     assert not isinstance(caught.value, WorkerDiedError)

@@ -49,7 +49,9 @@ def test_a_ray_that_never_starts_ends_the_run_and_is_left_if_it_starts_later(mon
         async with ray_session.ray_session(config, TrainerConfig(), None):
             raise AssertionError("it has not started")
 
-    with pytest.raises(WorkerError, match=r"Ray did not start \(127\.0\.0\.1:6379\)"):
+    with pytest.raises(
+        WorkerError, match=r"\(127\.0\.0\.1:6379\): it was not ready within 0\.01 s \(ray\.start_timeout_s\)\. Stop"
+    ):
         asyncio.run(session())
     assert not left.is_set()
     released.set()

@@ -8,7 +8,7 @@ import pytest
 from trust import trust
 
 from rl_app_ppo.config import rollout_engines
-from rl_app_ppo.config.devices import idle_gpus, plan_processes
+from rl_app_ppo.config.devices import described_gpus, idle_gpus, plan_processes
 from rl_app_ppo.config.loading import load_config
 from rl_protocol import ConfigError
 
@@ -52,6 +52,32 @@ def test_a_replica_of_vllm_has_a_gpu_for_each_of_its_processes_and_shares_none()
     two = ("rollout.tensor_model_parallel_size=2", "rollout.num_workers=2")
     planned = gpus(5, FSDP, VLLM, "placement=actor+ref", *two)
     assert planned == {"actor_ref": 1, "rollout-0": 2, "rollout-1": 2, "reward": 0}
+
+
+@pytest.mark.parametrize(
+    ("size", "lenders"),
+    [
+        (1, [("actor_ref",), ("actor_ref-1",), ("actor_ref-2",), ("actor_ref-3",)]),
+        (2, [("actor_ref", "actor_ref-1"), ("actor_ref-2", "actor_ref-3")]),
+    ],
+)
+def test_replicas_that_share_the_gpus_of_the_actor_reserve_none(size, lenders):
+    config = load_config(
+        [FSDP, VLLM, KL, "fsdp.world_size=4", "rollout.share_gpus=true", f"rollout.tensor_model_parallel_size={size}"]
+    )
+    planned = plan_processes(config, 4)
+    assert {process.name: process.gpus for process in planned} == {
+        "actor_ref": 1, "actor_ref-1": 1, "actor_ref-2": 1, "actor_ref-3": 1, "reward": 0,
+        **{f"rollout-{i}": 0 for i in range(len(lenders))},
+    }  # fmt: skip
+    assert [process.lenders for process in planned if process.roles == ("rollout",)] == lenders
+    assert not any(process.lenders for process in planned if process.roles != ("rollout",))
+    assert f"actor_ref-3 1, rollout-0 those of {' and '.join(lenders[0])}, rollout-1 those" in described_gpus(planned)
+
+
+def test_a_replica_can_share_no_gpu_where_there_is_none():
+    with pytest.raises(ConfigError, match=r"rollout\.name=vllm needs 1 GPUs for each process of rollout"):
+        gpus(0, FSDP, VLLM, "rollout.share_gpus=true")
 
 
 def test_a_reward_model_has_a_gpu_unless_its_file_says_cpu(tmp_path):

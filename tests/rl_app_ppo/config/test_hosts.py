@@ -36,6 +36,20 @@ def test_gpus_fill_one_host_after_the_other_and_a_replica_stays_on_one():
     assert planned == [("actor_ref", *first, "reward"), (*second, "rollout-0", "rollout-1")]
 
 
+def test_a_replica_is_on_the_host_of_the_ranks_whose_gpus_it_uses():
+    shared = (*TWO, "rollout.name=vllm", "rollout.share_gpus=true", "fsdp.world_size=4")
+    assert hosts(2, *shared) == [
+        ("actor_ref", "actor_ref-1", "rollout-0", "rollout-1", "reward"),
+        ("actor_ref-2", "actor_ref-3", "rollout-2", "rollout-3"),
+    ]
+    two = "rollout.tensor_model_parallel_size=2"
+    with pytest.raises(
+        ConfigError,
+        match=r"rollout-1 needs the GPUs of actor_ref-2, actor_ref-3, which are on several hosts\. Set rollout\.tens",
+    ):
+        hosts(3, *shared, two)
+
+
 def test_tensor_parallel_ranks_of_megatron_are_on_one_host():
     sizes = (
         "trainer.nnodes=2",

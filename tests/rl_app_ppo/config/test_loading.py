@@ -195,6 +195,8 @@ def test_flags():
     assert str(arguments.config_file) == "f.yaml"
     with pytest.raises(ConfigError, match="Unknown flag '--halp'"):
         parse(["--halp"])
+    with pytest.raises(ConfigError, match=r"have no dashes: write rollout\.n=4 in place of --rollout\.n=4"):
+        parse(["--rollout.n=4"])
     with pytest.raises(ConfigError, match="--config needs a file"):
         parse(["--config"])
     with pytest.raises(ConfigError, match="--diff needs two configurations"):

@@ -349,3 +349,39 @@ def test_the_banner_names_the_placement_and_the_roles_that_share_a_process():
     groups = described(load_config(["placement=actor+ref,critic+reward", "algorithm=ppo"]))["workers"]
     assert "; placement actor+ref,critic+reward (in one process: actor+ref, critic+reward); " in groups
     assert described(load_config([SEPARATE]))["workers"].endswith("; placement separate; Ray (local)")
+
+
+SHARED = ("model_engine=fsdp", "fsdp.world_size=4", "rollout.name=vllm", "rollout.share_gpus=true")
+
+
+def test_replicas_that_share_gpus_sleep_and_take_half_of_their_memory():
+    config = load_config([*SHARED, "rollout.tensor_model_parallel_size=2"])
+    rollout = config.rollout
+    assert (rollout.num_workers, rollout.free_cache_engine, rollout.gpu_memory_utilization) == (2, True, 0.5)
+    assert config.placement == ("actor+ref+critic",)
+    assert load_config([*SHARED, "rollout.gpu_memory_utilization=0.7"]).rollout.gpu_memory_utilization == 0.7
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["fsdp.device=cpu"], r"shares the GPUs of the actor, which trains on the CPU \(fsdp\.device=cpu\)"),
+        (["rollout.free_cache_engine=false"], r"needs rollout\.free_cache_engine=true"),
+        (["rollout.num_workers=3"], r"of rollout\.tensor_model_parallel_size=1 of the 4 ranks .*num_workers=3 does not fit.* product is 4"),
+        (["rollout.tensor_model_parallel_size=3"], r"tensor_model_parallel_size=3 .*num_workers=1 does not fit"),
+        (["async_rl.max_staleness=1"], r"replicas can't free their memory meanwhile"),
+        (["rollout.name=hf"], r"rollout\.share_gpus"),
+    ],
+)  # fmt: skip
+def test_gpus_are_shared_only_by_replicas_that_fit_and_give_memory_back(overrides, words):
+    with pytest.raises(ConfigError, match=words):
+        load_config([*SHARED, *overrides])
+
+
+def test_a_text_of_a_file_means_what_it_means_elsewhere(tmp_path):
+    file = tmp_path / "quoted.yaml"
+    file.write_text("rollout: {share_gpus: 'false', tensor_model_parallel_size: '2'}\n")
+    rollout = resolve(["rollout.name=vllm"], file).config.rollout
+    assert (rollout.share_gpus, rollout.free_cache_engine, rollout.tensor_model_parallel_size) == (False, False, 2)
+    with pytest.raises(ConfigError, match=r"rollout\.tensor_model_parallel_size must be of type int; got 'two'"):
+        load_config([*SHARED, "rollout.tensor_model_parallel_size=two"])

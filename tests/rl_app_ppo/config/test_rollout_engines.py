@@ -243,6 +243,17 @@ def test_vllm_is_built_with_its_settings(device, eager, monkeypatch, tmp_path):
     assert (built.max_logprobs, built.logprobs_mode) == (64, "processed_logprobs")
 
 
+def test_an_engine_that_reports_no_experts_is_refused_for_their_replay(monkeypatch):
+    with pytest.raises(ConfigError, match=r"rollout\.name=vllm does not report the experts .* or rollout\.name=hf"):
+        load_config(["algorithm.router_replay=R3", "rollout.name=vllm"])
+    monkeypatch.setattr(type(ROLLOUT_ENGINES.get("hf")), "routed_experts", False)
+    with pytest.raises(
+        ConfigError, match=r"rollout\.name=hf does not report the experts .* algorithm\.router_replay=R3 replays"
+    ):
+        load_config(["algorithm.router_replay=R3"])
+    assert load_config(["algorithm.router_replay=R2"]).algorithm.router_replay == "R2"
+
+
 def test_an_engine_that_reports_no_kept_sets_samples_without_their_replay(monkeypatch):
     monkeypatch.setattr(type(ROLLOUT_ENGINES.get("hf")), "kept_sets", False)
     with pytest.raises(ConfigError, match=r"rollout\.name=hf does not report the tokens that rollout\.top_p=0\.5 and"):

@@ -51,6 +51,20 @@ def test_entry_loads_as_it_was_trained(tmp_path: Path) -> None:
     assert cache.read_facts(path)["accuracy"] == result.accuracy
 
 
+def test_another_process_may_replace_a_damaged_entry_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry, rename = tmp_path / "base", Path.rename
+    entry.mkdir()
+
+    def after_the_other_process(source: Path, target: Path) -> Path:
+        if source == entry:
+            entry.rmdir()
+        return rename(source, target)
+
+    monkeypatch.setattr(Path, "rename", after_the_other_process)
+    cache.publish(entry, lambda folder: {"bytes": (folder / "a").write_bytes(b"a")})
+    assert cache.is_whole(entry)
+
+
 def flip_a_byte(path: Path) -> None:
     weights = path / "model.safetensors"
     content = bytearray(weights.read_bytes())

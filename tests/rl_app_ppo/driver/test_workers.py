@@ -9,12 +9,15 @@ import sys
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from rl_app_ppo.config import rollout_engines
 from rl_app_ppo.config.loading import load_config
 from rl_app_ppo.outputs.run_folder import RunFiles
+from rl_ckpt_engine import PluginPolicy
+from rl_transferqueue import PlaneDescriptor
 
 pytestmark = pytest.mark.slow
 GPUS = 6
@@ -45,39 +48,42 @@ def gcs_address():
         ray.shutdown()
 
 
-def test_every_process_sees_the_gpus_of_the_plan_and_no_others(gcs_address, tmp_path, monkeypatch):
-    """A process of a role without GPU sees none; Ray alone would show it all of the node."""
+@pytest.fixture
+def vllm_pool(gcs_address, tmp_path, monkeypatch):
+    """Make the pool of a run with FSDP2 and vLLM for GPUs in that Ray."""
     del gcs_address
     from rl_app_ppo.driver.workers import WorkerPool
 
-    monkeypatch.setattr(rollout_engines, "require_vllm", lambda: SimpleNamespace(device="cuda"))
-    config = load_config(
-        [
-            "model_engine=fsdp",
-            "fsdp.world_size=2",
-            "placement=actor+ref",
-            "rollout.name=vllm",
-            "rollout.num_workers=1",
-            "rollout.tensor_model_parallel_size=3",
-            "ray.start_timeout_s=400",
-        ]
-    )
-    files, said = RunFiles(folder=tmp_path), list[str]()
-    files.logs.mkdir(parents=True)
-    pool = WorkerPool(config, files)
+    def make(*overrides: str, tensor_parallel: int) -> WorkerPool:
+        monkeypatch.setattr(rollout_engines, "require_vllm", lambda: SimpleNamespace(device="cuda"))
+        size = f"rollout.tensor_model_parallel_size={tensor_parallel}"
+        config = load_config(["model_engine=fsdp", "rollout.name=vllm", size, "ray.start_timeout_s=400", *overrides])
+        files = RunFiles(folder=tmp_path)
+        files.logs.mkdir(parents=True)
+        return WorkerPool(config, files)
 
-    async def seen():
+    return make
+
+
+async def visible_gpus(processes):
+    """Return the GPUs that each process sees, by its name."""
+    look = [one.actor.__ray_call__.remote(lambda _: os.environ.get("CUDA_VISIBLE_DEVICES")) for one in processes]
+    return dict(zip([process.name for process in processes], await asyncio.gather(*look), strict=True))
+
+
+def test_every_process_sees_the_gpus_of_the_plan_and_no_others(vllm_pool):
+    """A process of a role without GPU sees none; Ray alone would show it all of the node."""
+    said = list[str]()
+    pool = vllm_pool("fsdp.world_size=2", "placement=actor+ref", "rollout.num_workers=1", tensor_parallel=3)
+
+    async def started():
         await pool.require_resources(said.append)
         with closing(pool):
             pool.start()
-            await asyncio.gather(*(process.ready(tmp_path, 400) for process in pool.processes))
-            look = [
-                process.actor.__ray_call__.remote(lambda _: os.environ.get("CUDA_VISIBLE_DEVICES"))
-                for process in pool.processes
-            ]
-            return dict(zip([process.name for process in pool.processes], await asyncio.gather(*look), strict=True))
+            await asyncio.gather(*(process.ready(400) for process in pool.processes))
+            return await visible_gpus(pool.processes)
 
-    environment = asyncio.run(seen())
+    environment = asyncio.run(started())
     assert environment["reward"] == "", "without the variable it would see all GPUs"
     devices = {name: visible.split(",") if visible else [] for name, visible in environment.items()}
     counts = {name: len(each) for name, each in devices.items()}
@@ -86,6 +92,45 @@ def test_every_process_sees_the_gpus_of_the_plan_and_no_others(gcs_address, tmp_
     assert len(set(used)) == len(used) == 5
     assert set(used) <= set(map(str, range(GPUS)))
     assert said == ["GPUs: 5 of 6 of this node: actor_ref 1, actor_ref-1 1, rollout-0 3"]
+
+
+def test_replicas_see_the_gpus_of_the_ranks_that_lend_them_also_after_a_restart(vllm_pool, tmp_path, monkeypatch):
+    """They are built last: vLLM takes a part of the memory that is free then."""
+    from rl_app_ppo.cluster.ray_actor import RayProcess
+
+    built = list[str]()
+
+    async def build(process, payload, *, timeout_s):
+        process._built = payload, timeout_s
+        built.append(f"{process.name} begins")
+        await asyncio.sleep(0)
+        built.append(f"{process.name} ends")
+
+    monkeypatch.setattr(RayProcess, "build", build)
+    said = list[str]()
+    pool = vllm_pool("fsdp.world_size=4", "rollout.share_gpus=true", tensor_parallel=2)
+
+    async def twice():
+        await pool.require_resources(said.append)
+        with closing(pool):
+            pool.start()
+            await pool.ready(tmp_path)
+            before = await visible_gpus(pool.processes)
+            await pool.build(tmp_path, cast(PlaneDescriptor, None), PluginPolicy())
+            (replica,) = [process for process in pool.processes if process.name == "rollout-1"]
+            await replica.restart()
+            return before, await visible_gpus([replica])
+
+    before, after = asyncio.run(twice())
+    ranks = [before[name] for name in ("actor_ref", "actor_ref-1", "actor_ref-2", "actor_ref-3")]
+    assert len(set(ranks)) == 4
+    assert [before["rollout-0"], before["rollout-1"]] == [",".join(ranks[:2]), ",".join(ranks[2:])]
+    assert before["reward"] == ""
+    assert after == {"rollout-1": before["rollout-1"]}
+    assert said[0].startswith("GPUs: 4 of 6 of this node: actor_ref 1, ")
+    last = max(i for i, line in enumerate(built) if line.endswith("ends") and "rollout" not in line)
+    assert [line for line in built[:last] if "rollout" in line] == []
+    assert built.count("rollout-1 begins") == 2
 
 
 def test_a_cluster_that_is_too_small_is_refused_before_a_process_starts(gcs_address, base_model, tmp_path):

@@ -7,6 +7,8 @@ import fcntl
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,19 @@ def test_a_full_disk_is_an_output_error_that_names_the_path():
         sink.log(1, {"a": 1.0})
     with pytest.raises(OutputError):  # the buffered text can't be written either
         sink.close()
+
+
+def test_runs_that_start_in_the_same_second_get_a_folder_each(tmp_path):
+    folder = tmp_path / "outputs" / "2026-01-01_00-00-00_grpo_seed1"
+    together = threading.Barrier(8)
+
+    def start(_):
+        together.wait(60)
+        return create_run_folder(folder, named=False).path.name
+
+    with ThreadPoolExecutor(8) as pool:
+        names = list(pool.map(start, range(8)))
+    assert sorted(names) == [folder.name, *(f"{folder.name}_{number}" for number in range(2, 9))]
 
 
 def test_a_run_folder_is_new_and_empty(tmp_path):

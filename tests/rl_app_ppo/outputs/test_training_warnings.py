@@ -27,6 +27,7 @@ HEALTHY = {
         ({"response_length/truncated_ratio": 1.0}, ["cut off", "rollout.response_length"]),
         ({"actor/grad_norm": 0.0}, ["gradient of the policy is zero", "algorithm.adv_estimator"]),
         ({"agent/tool_calls/max": 0.0}, ["no response called a tool", "rollout.session"]),
+        ({"transfer_queue/damaged_blocks": 2.0}, ["2 blocks", "damaged in memory", "transfer_queue.verify"]),
     ],
 )
 def test_each_symptom_is_said_once_and_names_the_key_to_look_at(metrics, words, tmp_path):

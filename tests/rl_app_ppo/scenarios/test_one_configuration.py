@@ -123,7 +123,7 @@ def test_every_engines_keys_are_known_and_explained_whichever_is_chosen():
         (["lora.rank=8", "fsdp.world_size=2"], r"nothing reads it without model_engine=fsdp"),
         (
             ["megatron.tensor_model_parallel_size=2", "megatron.world_size=3"],
-            r"megatron\.world_size must be 0 or a multiple of tensor \* pipeline \(2\); got 3",
+            r"megatron\.world_size must be 0 or a multiple of tensor \* pipeline \* expert \(2\); got 3",
         ),
         (
             ["megatron.sequence_parallel=true"],
@@ -480,3 +480,13 @@ def test_diff_names_keys_values_and_origins(tmp_path, capsys):
         f"trainer.seed: 3 (command line) -> 0 (--config {file})",
     ]
     assert difference(read_side(""), read_side("algorithm=grpo")) == "no difference"
+
+
+def test_a_side_of_diff_may_have_spaces_in_its_path_and_names_what_it_may_be(tmp_path):
+    file = tmp_path / "my run.yaml"
+    file.write_text("rollout: {n: 5}\n")
+    assert read_side(str(file)).config.rollout.n == 5
+    with pytest.raises(ConfigError, match=r"gone\.yaml is no folder of a run, no YAML file, and no setting such as"):
+        read_side("gone.yaml")
+    with pytest.raises(ConfigError, match=r"it's can't be read as settings: No closing quotation"):
+        read_side("it's")

@@ -9,7 +9,6 @@ import contextlib
 import gc
 import json
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -35,7 +34,7 @@ class LocalProcess(RayProcess):
         process = WorkerProcess(self.roles, self.name, self._log_path, self._threads)
         return SimpleNamespace(call=SimpleNamespace(remote=process.call), stay=SimpleNamespace(remote=process.stay))
 
-    async def ready(self, folder: Path, timeout_s: float) -> None:
+    async def ready(self, timeout_s: float) -> None:
         """Nothing to wait for."""
 
     def kill(self) -> None:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from transformers import Qwen2Config, Qwen3Config
+from transformers import Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from rl_app_ppo.checks.gpu_memory import check_gpu_memory
 from rl_app_ppo.checks.memory import check_memory
@@ -41,13 +41,26 @@ MODELS = {
             num_key_value_heads=8, head_dim=128, tie_word_embeddings=False, max_position_embeddings=40960,
         ),
     ),
+    "qwen3-30b-a3b": (
+        30_532_122_624,
+        Qwen3MoeConfig(
+            vocab_size=151936, hidden_size=2048, moe_intermediate_size=768, num_hidden_layers=48, num_attention_heads=32,
+            num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True,
+            tie_word_embeddings=False, max_position_embeddings=40960,
+        ),
+    ),
 }  # fmt: skip
 """Part of a preset's name -> the published number of weights, and the architecture."""
 PROCESSES = {
     "gsm8k-qwen2.5-0.5b-1gpu": ["actor+ref+rollout: 1 GPU", "reward: CPU"],
-    "math-qwen2.5-7b-8gpu": ["4 x actor+ref: 1 GPU", "4 x rollout: 1 GPU", "reward: CPU"],
+    "math-qwen2.5-7b-8gpu": ["8 x actor+ref: 1 GPU", "8 x rollout: 1 GPU of the actor", "reward: CPU"],
     "dapo-qwen3-8b-8gpu": ["4 x actor: 1 GPU", "4 x rollout: 1 GPU", "reward: CPU"],
     "megatron-lora-qwen3-8b-8gpu": ["4 x actor: 1 GPU", "4 x rollout: 1 GPU", "reward: CPU"],
+    "megatron-lora-qwen3-30b-a3b-16gpu": [
+        "host 1: 8 x actor: 1 GPU",
+        "host 2: 4 x rollout: 2 GPUs",
+        "host 1: reward: CPU",
+    ],
     "async-7b-2x8gpu": ["host 1: 8 x actor+ref: 1 GPU", "host 2: 8 x rollout: 1 GPU", "host 1: reward: CPU"],
 }
 """Preset -> the processes of its plan."""
@@ -147,3 +160,25 @@ def test_a_model_on_a_gpu_is_compared_with_the_memory_of_the_gpu_and_not_of_the_
     check_memory(weights, weights, config, 2 * 2**30, {"actor", "ref", "rollout"})
     with pytest.raises(ConfigError, match=r"actor 8\.3 GiB, .*ref 2\.8 GiB"):
         check_memory(weights, weights, config, 2 * 2**30)
+
+
+def test_a_replica_and_the_models_whose_gpu_it_uses_fit_beside_each_other(tmp_path):
+    """Of each weight, a rank of 8 holds 4 + 4 + 8 bytes for the actor and 4 for the reference."""
+    weights, folder = model_of("7b", tmp_path)
+    preset = ["preset=math-qwen2.5-7b-8gpu", f"model.path={folder}"]
+    config, held = load_config(preset), (16 + 4) * weights / 8
+    planned = plan_processes(config, 8)
+    check_gpu_memory(folder, config, planned, int(2 * held * 1.001))
+    with pytest.raises(
+        ConfigError,
+        match=r"rollout-0 takes rollout\.gpu_memory_utilization=0\.5 of each GPU of actor_ref, and actor_ref holds 17\.7 GiB of 35\.\d GiB "
+        r".* Lower it to at most 0\.49, set fsdp\.optimizer_offload=true, or raise",
+    ):
+        check_gpu_memory(folder, config, planned, int(2 * held * 0.999))
+    less = load_config([*preset, "rollout.gpu_memory_utilization=0.49"])
+    check_gpu_memory(folder, less, planned, int(2 * held * 0.999))
+    more = ["fsdp.optimizer_offload=true", "rollout.gpu_memory_utilization=0.7"]
+    offloaded, room = load_config([*preset, *more]), (4 + 4) * weights / 8 / 0.3
+    check_gpu_memory(folder, offloaded, planned, int(room * 1.001))
+    with pytest.raises(ConfigError, match=r"actor_ref holds 7\.1 GiB .* Lower it to at most 0\.69, or raise"):
+        check_gpu_memory(folder, offloaded, planned, int(room * 0.999))

@@ -430,6 +430,12 @@ def test_two_schemas_of_lora_that_are_both_on_lose_one(convert):
 
 
 # -- Megatron
+def test_router_replay_is_ours(accepted):
+    actor = "actor_rollout_ref.actor.strategy=megatron actor_rollout_ref.actor.megatron.router_replay.mode=R3"
+    config = accepted(f"{actor} actor_rollout_ref.rollout.enable_rollout_routing_replay=True")
+    assert config.algorithm.router_replay == "R3"
+
+
 def test_megatron_is_ours(accepted):
     whole = "actor_rollout_ref.actor.strategy=megatron actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
     config = accepted(f"{whole} actor_rollout_ref.actor.megatron.use_distributed_optimizer=False")

@@ -9,6 +9,7 @@ import warnings
 
 import numpy as np
 import pytest
+from relative import apart
 
 from rl_app_ppo.config.loading import load_config
 from rl_protocol import BatchData, ragged
@@ -95,7 +96,7 @@ def updated_alike(ours, theirs, batch):
 def assert_same_weights(ours, theirs):
     weights = {weight.name: weight.data.view("float32") for weight in theirs.named_weights()}
     for weight in ours.named_weights():
-        np.testing.assert_allclose(weight.data.view("float32"), weights.pop(weight.name), atol=1e-5)
+        assert apart(weight.data.view("float32"), weights.pop(weight.name)) < 1e-4
     assert not weights
 
 
@@ -149,7 +150,7 @@ def test_a_critic_learns_as_on_plain_torch(model, alone):
         one, other = (critic.update(batch) for critic in (ours, theirs))
         assert one == pytest.approx(other, abs=1e-4)
         values = [critic.compute_values(batch).ragged("values").values for critic in (ours, theirs)]
-        np.testing.assert_allclose(*values, atol=1e-4)
+        assert apart(*values) < 1e-3
     assert np.ptp(values[0]) > 0.1
     assert 0 < other["critic/vf_clipfrac"] < 1
 
@@ -239,7 +240,7 @@ def test_a_rollout_makes_the_policys_weights_of_the_adapter_it_is_sent(model, al
     made = dict(rollout.weights(sent))
     assert len(made) == 14
     for name, weight in made.items():
-        np.testing.assert_allclose(weight, wanted[name], atol=1e-5)
+        assert apart(weight, wanted[name]) < 1e-4
 
 
 RANK = """

@@ -11,7 +11,7 @@ import pytest
 
 from rl_app_ppo.worker.messages import CLOSE_RECORD
 from rl_app_ppo.worker.process import WorkerProcess, without_gc
-from rl_protocol import KVBatchMeta
+from rl_protocol import KVBatchMeta, WorkerError
 from rl_trainer import Worker
 from rl_trainer.record.read_record import read_record
 from rl_trainer.record.record_file import RecordFile
@@ -85,3 +85,23 @@ def test_the_end_of_a_run_finds_every_call_in_the_record(tmp_path):
     asyncio.run(main())
     assert [span.stage for span in read_record(tmp_path / "record").spans] == ["update_actor"] * 3
     asyncio.run(WorkerProcess(["actor"], "actor", tmp_path / "log", 1).call("actor", CLOSE_RECORD, b""))  # no record
+
+
+@pytest.mark.parametrize("lends", [False, True])
+def test_a_process_whose_gpu_a_replica_uses_gives_cached_memory_back_after_each_call(monkeypatch, tmp_path, lends):
+    released = list[str]()
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: released.append("all"))
+    batch = KVBatchMeta(partition="train", keys=("p/0/0",))
+
+    async def calls():
+        process = WorkerProcess(["actor"], "actor", tmp_path / "log", 1)
+        process._workers = {"actor": (Threads(), None)}
+        process._lends_gpu = lends
+        call = msgspec.msgpack.encode(StageCall(step=1, batch=batch))
+        await process.call("actor", "update_actor", call)
+        with pytest.raises(WorkerError):
+            await process.call("actor", "unknown", call)
+
+    asyncio.run(calls())
+    assert released == (["all", "all"] if lends else [])

@@ -17,12 +17,17 @@ def test_torch_is_as_it_was_after_computing_on_the_cpu():
         with pytest.raises(ConfigError, match="leave it out"), cpu_compat():
             pass
         return
-    before = torch.cuda.current_device, torch.cuda.synchronize
+    names = ("current_device", "synchronize", "Stream", "stream", "current_stream")
+    before = [getattr(torch.cuda, name) for name in names]
     with cpu_compat():
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            stream.record_event().synchronize()
         assert torch.zeros(2, device="cuda").device.type == "cpu"
     with pytest.raises(KeyError), cpu_compat():
         raise KeyError
-    assert (torch.cuda.current_device, torch.cuda.synchronize) == before
+    assert [getattr(torch.cuda, name) for name in names] == before
     with pytest.raises((AssertionError, RuntimeError)):
         torch.zeros(2, device="cuda")
     assert capabilities().device == "cpu"

@@ -6,6 +6,7 @@ import pytest
 from qwen3_fields import FIELDS
 
 from rl_megatron_peft import Layout, ModelShape
+from rl_megatron_peft.base_model.experts import expert_of
 from rl_megatron_peft.base_model.layout import global_name, hf_tensors, state_owners
 from rl_protocol import ConfigError
 
@@ -27,7 +28,42 @@ def test_every_tensor_is_held_once_over_the_stages():
         assert [layout.stage(name, shape) for name in ("model.embed_tokens.weight", "model.norm.weight")] == [0, 1]
     assert global_name("embedding.word_embeddings.weight", 3) == "embedding.word_embeddings.weight"
     with pytest.raises(ConfigError, match="not a LoRA target"):
-        hf_tensors("decoder.layers.0.mlp.router.weight")
+        hf_tensors("decoder.layers.0.mlp.shared_experts.weight")
+
+
+SPARSE = {**FIELDS, "model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
+def test_every_expert_is_held_once_over_stages_and_expert_parallel_ranks():
+    shape = ModelShape.of(SPARSE)
+    layout = Layout(pipeline=2, expert=3)
+    layout.check(shape)
+    held = []
+    for stage in range(2):
+        for rank in range(3):
+            local = ["router.weight"] if rank == 0 else []
+            local += [f"experts.local_experts.{i}.linear_fc{x}.weight" for i in range(2) for x in (1, 2)]
+            for parameter in (f"decoder.layers.{layer}.mlp.{name}" for layer in range(2) for name in local):
+                tensors = hf_tensors(global_name(parameter, 2 * stage, 2 * rank))
+                held += [tensor.name for tensor in tensors]
+                assert all(layout.stage(tensor.name, shape) == stage for tensor in tensors)
+                experts = {expert_of(tensor.name) for tensor in tensors} - {None}
+                assert all(layout.expert_rank(expert, shape) == rank for expert in experts)
+                splits = {"router": None, "linear_fc1": 0, "linear_fc2": 1}
+                assert {tensor.split for tensor in tensors} == {splits[parameter.split(".")[-2]]}
+    assert sorted(held) == sorted(name for name in shape.tensors() if ".mlp." in name)
+    assert len(held) == 4 * (1 + 6 * 3)
+
+
+def test_experts_that_ranks_can_not_divide_are_refused():
+    shape = ModelShape.of(SPARSE)
+    with pytest.raises(ConfigError, match="experts=6 can't be divided over expert=4 ranks"):
+        Layout(expert=4).check(shape)
+    with pytest.raises(ConfigError, match="experts=0 can't be divided over expert=2 ranks"):
+        Layout(expert=2).check(ModelShape.of(FIELDS))
+    with pytest.raises(ConfigError, match="experts needs sequence_parallel=True with tensor=2"):
+        Layout(tensor=2).check(shape)
+    Layout(tensor=2, sequence_parallel=True).check(shape)
 
 
 def test_state_is_shared_by_size_and_nothing_is_divided():

@@ -11,6 +11,7 @@ from rl_protocol import (
     BatchData,
     BatchSchema,
     ColumnSpec,
+    DistinctIds,
     LengthIsProduct,
     LengthIsRuns,
     LengthIsSum,
@@ -22,10 +23,12 @@ from rl_protocol import (
     pack_arrays,
     ragged,
 )
+from rl_protocol.batch.schema import AlignmentLaw
 from rl_protocol.rl_columns import (
     IMAGE_COLUMNS,
     KEPT_COLUMNS,
     PROMPT_SCHEMA,
+    ROUTED_COLUMNS,
     TEACHER_PROMPTS,
     TRAJECTORY_SCHEMA,
     prompt_partition,
@@ -100,6 +103,25 @@ def test_laws_between_columns_that_cannot_have_them_are_refused():
         BatchSchema([ids], laws=[LengthIsSum("ids", "msk")])
 
 
+@pytest.mark.parametrize(
+    "law",
+    [
+        SameLength(("a", "b")),
+        LengthIsSum("a", "b"),
+        LengthIsProduct("a", "b"),
+        LengthIsRuns("a", "b"),
+        DistinctIds("a", "b"),
+    ],
+)
+def test_a_schema_checks_a_law_only_where_its_columns_are_present(law: AlignmentLaw):
+    schema = BatchSchema([ColumnSpec(name=n, kind="ragged", dtype="int64", dims=(2,)) for n in "ab"], laws=[law])
+    wrong = BatchData({"a": ragged([np.ones((1, 2), int)], "int64"), "b": ragged([np.full((3, 2), 2)], "int64")})
+    with pytest.raises(SchemaError, match=r"^Row 0"):
+        schema.check(wrong)
+    for name in "ab":
+        schema.check(wrong.select_fields([name]))
+
+
 def test_packed_arrays_are_as_long_as_their_shapes_say():
     law = LengthIsProduct("images", "images.shapes")
     images = pack_arrays("images", [[np.zeros((2, 3, 1), np.uint8)] * 2, []], ndim=3)
@@ -109,7 +131,6 @@ def test_packed_arrays_are_as_long_as_their_shapes_say():
         SchemaError, match=r"Row 1, column 'images': expected length sum\(prod\(images.shapes\)\) = 0, got 1"
     ):
         law.check(longer)
-    law.check(longer.select_fields(["images"]))
 
 
 def test_runs_cover_exactly_the_elements_of_their_row():
@@ -121,7 +142,6 @@ def test_runs_cover_exactly_the_elements_of_their_row():
         SchemaError, match=r"Row 1, column 'ids': expected length sum\(versions\[:, 1\]\) = 0, got 1; 2 of 3 rows"
     ):
         law.check(shorter)
-    law.check(shorter.select_fields(["ids"]))
 
 
 def test_the_ragged_dimension_is_checked():
@@ -163,10 +183,9 @@ def test_rl_schemas_say_who_writes_what():
         for spec in schema.columns.values():
             assert spec.writer
             assert spec.meaning
-            optional = spec.name in (*IMAGE_COLUMNS, *KEPT_COLUMNS, TEACHER_PROMPTS)
+            optional = spec.name in (*IMAGE_COLUMNS, *KEPT_COLUMNS, *ROUTED_COLUMNS, TEACHER_PROMPTS)
             assert bool(spec.absence) == (spec.writer != "rollout" or optional)
     for law in TRAJECTORY_SCHEMA.laws:
-        assert isinstance(law, SameLength | LengthIsRuns | LengthIsSum)
-        assert all(TRAJECTORY_SCHEMA[name].kind == "ragged" for name in law.columns)
-    assert not set(PROMPT_SCHEMA.columns) & set(TRAJECTORY_SCHEMA.columns)
+        assert isinstance(law, SameLength | LengthIsRuns | LengthIsSum | LengthIsProduct | DistinctIds)
+        assert not set(PROMPT_SCHEMA.columns) & set(TRAJECTORY_SCHEMA.columns)
     assert prompt_partition("train") == "train/prompts"

@@ -7,16 +7,21 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from rl_protocol.support.heartbeat import Stillness, beat, read_beat
+from rl_protocol.support.host.portable import uses_linux
 
 PROGRAM = """
 import ctypes, pathlib, sys
-from rl_protocol.support.heartbeat import beat
+from rl_protocol.support.heartbeat import beat, beat_in_memory
 
-beat(pathlib.Path(sys.argv[1]), 0.02)
+if sys.argv[1]:
+    beat(pathlib.Path(sys.argv[1]), 0.02)
+else:
+    print(beat_in_memory(0.02), flush=True)
 if sys.argv[2] == "computes":
     while True:
         pass
@@ -44,6 +49,15 @@ def beating(tmp_path):
         process.wait()
 
 
+@pytest.fixture
+def in_memory():
+    """A process that computes, and the path of its heartbeat in memory."""
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM, "", "computes"], stdout=subprocess.PIPE, text=True)
+    with process:
+        yield process, Path(process.stdout.readline().strip())
+        process.kill()
+
+
 def counts(file, looks=5):
     """The counts at looks that are half a second apart."""
     found = []
@@ -68,6 +82,28 @@ def test_a_process_that_keeps_the_gil_does_not_count(beating):
     _, file = beating("hangs")
     time.sleep(0.5)
     assert len(set(counts(file, 3))) == 1
+
+
+def test_a_heartbeat_in_memory_stands_still_and_ends_with_its_process(in_memory):
+    process, path = in_memory
+    assert counts(path, 2)[0] < read_beat(path)
+    os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(0.2)
+    still = counts(path, 3)
+    assert None not in still
+    assert len(set(still)) == 1
+    process.kill()
+    process.wait()
+    if uses_linux():  # elsewhere its file stays until another process makes memory
+        assert read_beat(path) is None
+
+
+@pytest.mark.skipif(not uses_linux(), reason="the file of a process that was killed stays for a while")
+def test_a_process_that_has_ended_and_was_not_waited_for_has_no_count(in_memory):
+    process, path = in_memory
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert read_beat(path) is None
 
 
 def test_a_process_without_a_heartbeat_has_no_count(tmp_path):

@@ -93,6 +93,24 @@ def test_checking_runs_nothing(tmp_path):
     check_object(f"{path}:it", "A.b", allow(path))
 
 
+def test_a_module_that_is_not_installed_is_named_before_the_file_runs(tmp_path, monkeypatch):
+    """Also one in the folder of the file, where Python does not look; not one that may fail."""
+    (tmp_path / "next_to_it.py").write_text("")
+    path = tmp_path / "mine.py"
+    for statement, module in (
+        ("import json, next_to_it.part", "next_to_it"),
+        ("from nowhere.near import it", "nowhere"),
+    ):
+        path.write_text(f"from __future__ import annotations\nimport os.path\n{statement}\ndef score(): ...\n")
+        with pytest.raises(ConfigError, match=rf"mine\.py, line 3 imports '{module}', which is not installed"):
+            check_object(f"{path}:score", "A.b", allow(path))
+    path.write_text("import next_to_it\nif 0:\n    import nowhere\ndef score(): ...\n")
+    with pytest.raises(ConfigError, match=rf"set PYTHONPATH={tmp_path}"):
+        check_object(f"{path}:score", "A.b", allow(path))
+    monkeypatch.syspath_prepend(tmp_path)
+    check_object(f"{path}:score", "A.b", allow(path))
+
+
 @pytest.mark.parametrize(
     ("code", "name", "message"),
     [

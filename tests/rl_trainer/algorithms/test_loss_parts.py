@@ -11,7 +11,7 @@ from rl_protocol import BatchData, KVBatchMeta, ObjectColumn, dense, ragged
 from rl_trainer import ActorConfig, AlgorithmConfig, build_graph, step_columns
 from rl_trainer.algorithms.advantage_pipeline import AdvantageSettings, estimate_advantages
 from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS
-from rl_trainer.algorithms.loss_parts import part_weights
+from rl_trainer.algorithms.loss_parts import PartCoefs, part_weights
 from rl_trainer.config import PolicyLossConfig, RolloutCorrectionConfig
 
 KL = ActorConfig(use_kl_loss=True)
@@ -21,7 +21,8 @@ OBSERVED = np.array([False, False, False, True])
 
 
 def test_the_weights_by_hand():
-    weights = part_weights(GIVEN, OBSERVED, AlgorithmConfig(rl_coef=0.5, sft_coef=2.0, echo_coef=0.25))
+    coefs = PartCoefs(rl=np.float32(0.5), sft=np.float32(2), echo=np.float32(0.25), ref_kl=np.float32(1))
+    weights = part_weights(GIVEN, OBSERVED, coefs)
     assert {name: values.tolist() for name, values in weights.items()} == {
         "rl_weights": [0.5, 0.5, 0.0, 0.0],
         "ce_weights": [0.0, 0.0, 2.0, 0.25],

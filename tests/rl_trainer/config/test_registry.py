@@ -122,6 +122,11 @@ def test_an_unknown_name_is_refused_with_the_nearest(registry_, wrong, right):
         registry_.get(wrong)
 
 
+def test_a_file_without_the_name_of_an_object_is_refused_with_the_form():
+    with pytest.raises(ConfigError, match=r"adv_estimator='my/mean\.py' names a file; .* as in my/mean\.py:NAME"):
+        ADVANTAGE_ESTIMATORS.get("my/mean.py")
+
+
 def test_a_registry_without_names_tells_how_to_register_one(install_plugins):
     empty: Registry[Estimator] = Registry("Config.moods", "rl_trainer.moods", Estimator, {}, {})
     with pytest.raises(ConfigError) as refused:

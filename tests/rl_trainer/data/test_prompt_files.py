@@ -147,7 +147,8 @@ BAD_LINES = {
     2: (b'{"prompt": []', "not JSON in UTF-8"),
     3: (
         json.dumps({"data_source": "s"}).encode(),
-        "missing fields: prompt (DataFiles.prompt_key), reward_model; fields found: data_source",
+        "missing fields: prompt (DataFiles.prompt_key), reward_model or ground_truth (DataFiles.ground_truth_key); "
+        "fields found: data_source",
     ),
     4: (json.dumps(row(prompt=12)).encode(), r"Expected `array`, got `int` - at `$.prompt`"),
     5: (json.dumps(row(prompt=[])).encode(), "the prompt is empty"),
@@ -155,7 +156,10 @@ BAD_LINES = {
     7: (json.dumps(row()).replace("sums", "s\\ud800").encode(), "not JSON in UTF-8"),
     8: (json.dumps(row()).encode().replace(b"sums", b"s\xff\xfe"), "not JSON in UTF-8"),
     9: (json.dumps(row(reward_model={"style": "rule"})).encode(), "missing required field `ground_truth`"),
-    10: (json.dumps(row(reward_model={"ground_truth": None})).encode(), "ground_truth is null"),
+    10: (
+        json.dumps(row(reward_model={"ground_truth": None})).encode(),
+        "ground_truth, or ground_truth without reward_model, is null",
+    ),
     11: (json.dumps(row(data_source=3)).encode(), "Expected `str`, got `int` - at `$.data_source`"),
     12: (json.dumps(row(videos=["a.mp4"])).encode(), "videos, which are not supported yet"),
     13: (b"[1, 2]", "a row must be an object with named fields; got list"),
@@ -205,11 +209,12 @@ def test_a_file_whose_every_row_lacks_the_same_fields_is_one_line_and_says_what_
     with pytest.raises(ConfigError) as caught:
         open_files(files(path), encoder, tmp_path / "cache")
     assert str(caught.value) == (
-        f"50 bad rows: all 50 rows of {path}: missing fields: prompt (DataFiles.prompt_key), data_source, reward_model; "
+        f"50 bad rows: all 50 rows of {path}: missing fields: prompt (DataFiles.prompt_key), "
+        "reward_model or ground_truth (DataFiles.ground_truth_key); "
         'fields found: question, answer; example: {"question":"How many are 0 and 0?","answer":"0\\n#### 0"}. '
-        "Set DataFiles.prompt_key=question if that field is the prompt. Fix the files. "
-        'A row is {"prompt": [{"role": "user", "content": "..."}], "data_source": "...", '
-        '"reward_model": {"ground_truth": "..."}}.'
+        "Set DataFiles.prompt_key=question if that field is the prompt. "
+        "Set DataFiles.ground_truth_key=answer if that field is the right answer. Fix the files. "
+        'A row is {"prompt": [{"role": "user", "content": "..."}], "reward_model": {"ground_truth": "..."}}.'
     )
 
 
@@ -219,7 +224,8 @@ def test_mixed_faults_are_grouped_with_counts_the_most_frequent_first(tmp_path, 
     with pytest.raises(ConfigError) as caught:
         open_files(files(path, filter_overlong_prompts=False), encoder, tmp_path / "cache")
     assert str(caught.value).startswith(
-        f"9 bad rows: 5 rows, the first {path}, row 6: missing fields: data_source, reward_model; fields found: prompt, id; "
+        f"9 bad rows: 5 rows, the first {path}, row 6: missing fields: "
+        f"reward_model or ground_truth (DataFiles.ground_truth_key); fields found: prompt, id; "
         f'example: {{"prompt":"a","id":0}}; 3 rows, the first {path}, row 2: the prompt has 51 tokens, more than 50; '
         f"{path}, row 5: the prompt is empty. Fix the files"
     )
@@ -244,6 +250,29 @@ def test_a_prompt_that_is_a_text_is_one_message_of_the_user(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [row(question="1+2=")])
     data = open_files(files(path, prompt_key="question"), encoder, tmp_path / "cache")
     assert text_of(data[0]) == "user|1+2="
+
+
+def test_rows_without_reward_model_and_data_source_have_the_answer_in_a_field(tmp_path, encoder):
+    rows = [
+        {"prompt": "1", "answer": "#### 2"},
+        {"prompt": "2", "answer": 3},
+        row("3"),
+        {"prompt": "4", "answer": None},
+    ]
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"prompt": ["1", "2"], "answer": [2, 3], "reward_model": pa.nulls(2)}), path)
+    lines = write_jsonl(tmp_path / "b.jsonl", rows)
+    data = open_files(files(path, lines, ground_truth_key="answer", on_bad_row="skip"), encoder, tmp_path / "cache")
+    assert [(data[i].data_source, data[i].ground_truth) for i in range(len(data))] == [
+        ("data", "2"),
+        ("data", "3"),
+        ("data", "#### 2"),
+        ("data", "3"),
+        ("sums", "3"),
+    ]
+    assert data.report.bad_rows == (
+        f"{lines}, row 4: reward_model.ground_truth, or answer without reward_model, is null",
+    )
 
 
 def test_bad_rows_are_left_out_and_counted(tmp_path, encoder, caplog):

@@ -6,6 +6,7 @@ import pytest
 
 from rl_protocol import ConfigError
 from rl_trainer import ActorConfig, AlgorithmConfig
+from rl_trainer.algorithms.old_log_prob import old_log_prob_mode
 from rl_trainer.config import AsyncConfig, FilterGroupsConfig, PolicyLossConfig, RolloutCorrectionConfig
 from rl_trainer.graph.config_checks import check_combination, check_staleness
 
@@ -47,6 +48,18 @@ def test_a_ratio_or_a_correction_makes_older_weights_usable():
 SFT = {"rl_coef": 0.0, "sft_coef": 1.0}
 
 
+def test_r2_needs_the_pass_before_the_update():
+    assert old_log_prob_mode(AlgorithmConfig(router_replay="R2")) == "recompute"
+    assert old_log_prob_mode(AlgorithmConfig(router_replay="R3")) == "auto"
+    check_combination(AlgorithmConfig(router_replay="R3", **SFT), ActorConfig(), 1)
+    with pytest.raises(ConfigError, match=r"rl_coef=0 computes no policy loss .* for which .*router_replay=R2 is"):
+        check_combination(AlgorithmConfig(router_replay="R2", **SFT), ActorConfig(), 1)
+    for settings in ({"old_log_prob": "rollout"}, {"old_log_prob": "interpolate"}):
+        AlgorithmConfig(router_replay="R3", **settings)
+        with pytest.raises(ConfigError, match=r"router_replay must be disabled or R3 without the pass .* got '?R2'?"):
+            AlgorithmConfig(router_replay="R2", **settings)
+
+
 @pytest.mark.parametrize(
     ("algorithm", "n", "words"),
     [
@@ -85,3 +98,28 @@ def test_the_second_moment_of_a_batch_is_not_known_inside_the_loss(mode):
 def test_answers_alone_may_be_of_any_age():
     """There is no ratio to an old policy."""
     check_staleness(AsyncConfig(max_staleness=2), AlgorithmConfig(**SFT), GPG)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "n", "words"),
+    [
+        ({"by_source": ("adv_estimator=gae@a",)}, 4, r"a critic, such as gae, and others one without.*grpo and gae"),
+        ({"by_source": ("rl_coef=0@a",)}, 4, r"nothing to train on in rows of data_source='a'"),
+        ({"by_source": ("ref_kl_coef=0@a",)}, 4, r"ref_kl_coef@a weighs the divergence .*use_kl_loss=false"),
+        ({"by_source": ("adv_estimator=rlo@a",)}, 4, r"adv_estimator.*'rlo'.*Did you mean 'rloo'"),
+        ({"by_source": ("sft_coef=1@a",)}, 2, r"n must be at least 3 .*grpo"),
+        ({"by_source": ("adv_estimator=gdpo@a",)}, 4, r"gdpo_reward_keys goes with .*grpo and gdpo"),
+        ({"by_source": ("sft_coef=1@a",), "old_log_prob": "rollout"}, 4, r"sft_coef=1 adds an answer"),
+        ({"by_source": ("rl_coef=0@a", "sft_coef=1@a"), "rl_coef": 0.0, "sft_coef": 1.0}, 4, r"n must be 1"),
+    ],
+)
+def test_what_the_settings_of_a_source_can_not_be_combined_with(algorithm, n, words):
+    with pytest.raises(ConfigError, match=words):
+        check_combination(AlgorithmConfig(**algorithm), ActorConfig(), n)
+
+
+def test_sources_with_answers_alone_beside_others_with_rewards():
+    """Two responses are enough for GRPO: all those to prompts with answers alone are answers."""
+    config = AlgorithmConfig(by_source=("rl_coef=0@a", "sft_coef=1@a"))
+    check_combination(config, ActorConfig(), 2)
+    assert old_log_prob_mode(config) == "recompute"

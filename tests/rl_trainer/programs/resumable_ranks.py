@@ -24,7 +24,7 @@ from rl_trainer.algorithms.batching import split_over_ranks
 from rl_trainer.backends.parallel_strategy import FsdpStrategy, full_tensor
 from rl_trainer.backends.token_batch import lengths_of
 from rl_trainer.backends.torch_critic import TorchCriticBackend
-from rl_trainer.backends.torch_policy import TorchPolicyBackend
+from rl_trainer.backends.torch_policy import PolicyOptions, TorchPolicyBackend
 from rl_trainer.backends.world import World
 from rl_trainer.config.optim import Schedule
 
@@ -33,6 +33,7 @@ SCENARIOS = {
     "lora": LoraConfig(rank=4, alpha=8),
     "dropout": LoraConfig(rank=4, alpha=8, dropout=0.3),
     "critic": None,
+    "average": None,
 }
 UPDATES = 4
 
@@ -44,7 +45,8 @@ def build(scenario: str, path: Path, world: World):
             path, CriticConfig(optim=COSINE, ppo_mini_batch_size=4), rollout_n=1, seed=0, strategy=strategy
         )
     config = ActorConfig(optim=COSINE, ppo_mini_batch_size=4, use_kl_loss=True)
-    return TorchPolicyBackend(path, config, lora=SCENARIOS[scenario], seed=0, strategy=strategy)
+    options = PolicyOptions(teacher_ema=0.75 if scenario == "average" else 0.0)
+    return TorchPolicyBackend(path, config, lora=SCENARIOS[scenario], seed=0, strategy=strategy, options=options)
 
 
 def train(model, base, world: World, first: int, last: int) -> None:
@@ -59,6 +61,8 @@ def train(model, base, world: World, first: int, last: int) -> None:
 def weights(model) -> dict[str, np.ndarray]:
     if isinstance(model, TorchCriticBackend):
         return {name: full_tensor(tensor).numpy().copy() for name, tensor in model._model.state_dict().items()}
+    if model._average is not None:
+        return {name: full_tensor(tensor).numpy().copy() for name, tensor in model._average.tensors.items()}
     return {weight.name: from_weight(weight).numpy().copy() for weight in model.named_weights()}
 
 

@@ -104,7 +104,7 @@ def test_a_function_that_takes_other_arguments_is_refused_before_it_runs(tmp_pat
         "@wraps\ndef score(a): ...",
         "class score: ...",
         "score = make(3)",
-        "from elsewhere import score",
+        "from rl_trainer.rewards.math import score",
     ],
 )
 def test_a_function_that_may_take_four_arguments_is_not_refused(tmp_path, code):

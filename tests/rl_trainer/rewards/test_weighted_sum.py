@@ -11,6 +11,7 @@ from rl_protocol import ConfigError
 from rl_trainer.rewards import (
     CombinedScorer,
     InlineScorer,
+    Sample,
     Term,
     parse_terms,
 )
@@ -24,7 +25,13 @@ def test_the_terms_of_a_sum_are_read():
         Term("a.py:f"),
         Term("b", 1.0, "x"),
     )
-    for wrong in ("", "a,a", "x*math", "a,", "a#,b", "#x", "a,a#score"):
+    assert parse_terms("math@openai/gsm8k, 0.5*a.py:f#form@b c, /me@home/a.py:f@x, ~/me@home/judge.toml") == (
+        Term("math", source="openai/gsm8k"),
+        Term("a.py:f", 0.5, "form", "b c"),
+        Term("/me@home/a.py:f", source="x"),
+        Term("~/me@home/judge.toml"),
+    )
+    for wrong in ("", "a,a", "x*math", "a,", "a#,b", "#x", "a,a#score", "a@", "@b", "a@b,a@b"):
         with pytest.raises(ConfigError, match=r"^function"):
             parse_terms(wrong)
 
@@ -63,3 +70,40 @@ def test_parts_of_one_function_are_weighted_and_it_is_called_once():
     assert (lacking.kind, lacking.message) == ("no_number", "judge: returned no 'brief' but ['acc', 'form', 'score']")
     (one,) = asyncio.run(CombinedScorer(parse_terms("judge#form"), [InlineScorer(judge)]).score(samples("all")))
     assert one.numbers["score"] == 0.5
+
+
+def test_terms_of_a_data_source_count_only_for_its_rows():
+    """Sources x and y have a mix of their own, and all have a bonus."""
+    asked = {"math": [], "chat": [], "bonus": []}
+
+    def scorer(name, value):
+        def score(source, text, truth, extra):
+            asked[name].append((source, text))
+            return {"score": value, "acc": value / 2}
+
+        return InlineScorer(score)
+
+    terms = parse_terms("math@x, 2*math@y, chat@y, 0.5*bonus")
+    both = CombinedScorer(terms, [scorer("math", 1.0), scorer("chat", 3.0), scorer("bonus", 10.0)])
+    rows = [Sample(data_source=source, solution_str=source.upper(), ground_truth="") for source in ("y", "x", "z", "y")]
+    outcomes = asyncio.run(both.score(rows))
+    assert [one.numbers["score"] for one in outcomes] == [2 * 1 + 3 + 5, 1 + 5, 5, 10]
+    assert [one.numbers["acc"] for one in outcomes] == [0.5, 0.5, 5.0, 0.5]
+    assert [sorted(one.numbers) for one in outcomes[1:3]] == [
+        ["acc", "bonus/acc", "bonus/score", "math/acc", "math/score", "score"],
+        ["acc", "bonus/acc", "bonus/score", "score"],
+    ]
+    assert asked == {
+        "math": [("y", "Y"), ("x", "X"), ("y", "Y")],
+        "chat": [("y", "Y"), ("y", "Y")],
+        "bonus": [("y", "Y"), ("x", "X"), ("z", "Z"), ("y", "Y")],
+    }
+
+
+def test_a_row_for_whose_source_no_term_counts_has_no_score():
+    terms = parse_terms("math@x, chat@y")
+    only = CombinedScorer(terms, [InlineScorer(lambda *_: 1.0), InlineScorer(lambda *_: 2.0)])
+    rows = [Sample(data_source=source, solution_str="t", ground_truth="") for source in ("x", "z")]
+    good, bad = asyncio.run(only.score(rows))
+    assert good.numbers["score"] == 1.0
+    assert (bad.kind, bad.message) == ("no_number", "has no reward function for data_source='z', only for x, y")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from rl_protocol import BatchData, ConfigError, KeptSets, KVBatchMeta, ObjectColumn, RolloutError, RowKey, dense, ragged
+from rl_protocol.batch.routed_experts import computed_tokens, fill_routed
 from rl_protocol.ports import Generation, SamplingParams
 from rl_protocol.rl_columns import prompt_partition
 from rl_protocol.testing.memory_data_plane import MemoryDataPlane
@@ -148,6 +149,63 @@ def test_a_trajectory_of_several_turns_keeps_the_sets_of_its_own_tokens():
     assert trajectory.response_ids == (2, 5, 6, 6)
     assert trajectory.kept.counts.tolist() == [2, 0, 0, 2]
     assert trajectory.kept.words.tolist() == [2, 9, 6, 9]
+
+
+ROUTED = SamplingParams(max_new_tokens=4, routed_experts=True)
+
+
+class Routes(Echo):
+    """Reports for each token the number of the call that computed it, of `less` tokens too few."""
+
+    def __init__(self, less=0):
+        super().__init__()
+        self._less, self._calls = less, 0
+
+    async def generate(self, requests, params):
+        self._calls += 1
+        out = []
+        for request, made in zip(requests, await super().generate(requests, params), strict=True):
+            tokens = len(request.prompt_ids) + len(made.response_ids) - 1 - self._less
+            out.append(msgspec.structs.replace(made, routed=np.full((tokens, 1, 1), self._calls, np.int16)))
+        return out
+
+
+def test_a_trajectory_of_several_turns_joins_the_experts_of_its_tokens():
+    """What the first turn has computed stays, and the last token has none."""
+
+    async def session(row, generate):
+        transcript = Transcript(row.prompt_ids, generate)
+        await transcript.turn(1)
+        transcript.observe([5, 6])
+        await transcript.turn(2)
+        transcript.observe([7])
+        return [transcript.trajectory()]
+
+    (one,) = refs(3)
+    params = msgspec.structs.replace(ROUTED, max_new_tokens=9)
+    ((trajectory,),) = asyncio.run(run_sessions(SessionKind(session), [one], Routes(), params))
+    prompt, made = len(one.row.prompt_ids), len(trajectory.response_ids)
+    assert made == 6
+    # prompt | 1 token of turn 1, 2 observed, 2 of turn 2 without the last | the last observation
+    assert trajectory.routed.ravel().tolist() == [1] * prompt + [2] * 4
+    with_end = fill_routed(trajectory.routed, computed_tokens(prompt, made))
+    assert with_end.ravel().tolist() == [1] * prompt + [2] * 4 + [-1]
+
+
+def test_experts_that_are_missing_are_an_error():
+    (failure,) = asyncio.run(run_sessions(SINGLE_TURN, refs(2), Routes(less=1), ROUTED))
+    assert "and the rollout engine reports the experts of" in str(failure)
+    assert "AlgorithmConfig.router_replay=disabled" in str(failure)
+
+    async def own_trajectory(row, generate):
+        made = await generate(row.prompt_ids)
+        ids = made.response_ids
+        return [
+            Trajectory(response_ids=ids, response_mask=(True,) * len(ids), log_probs=made.log_probs, weight_version=7)
+        ]
+
+    (failure,) = asyncio.run(run_sessions(SessionKind(own_trajectory), refs(2), Routes(), ROUTED))
+    assert "has no routed experts; Trajectory.routed must join Generation.routed" in str(failure)
 
 
 def test_sets_that_lack_a_token_or_are_missing_are_an_error():

@@ -33,23 +33,6 @@ from rl_trainer.rollout.hf_engine import HFRolloutEngine
 pytestmark = pytest.mark.filterwarnings("ignore:.*copying from a non-meta parameter:UserWarning")
 
 OPTIM = OptimConfig(lr=1e-2)
-HOST_WAITS = {
-    "aggregate.py:add_masked": "sums for metrics, and the masked values that they are of",
-    "forward_passes.py:_aligned": "results leave the device here and nowhere else",
-    "optimizer.py:MiniBatchOptimizer._accumulate": "a step is skipped if the norm of its gradients is not finite",
-    "policy_objective.py:PolicyObjective._correct": "rejection and weights of a rollout correction are computed in numpy",
-}
-"""Functions of a training step in which the host waits for the device, and why they must."""
-
-GENERATION_WAITS = {
-    "decoding.py:DecodingBatch._forward": "transformers looks whether a prompt is padded: once per batch",
-    "decoding.py:DecodingBatch._choose": "the loop ends after the last row has ended: one number per token",
-    "kv_cache.py:keep_rows": "how many rows stay, when rows leave: each time at least one row in 32",
-    "kv_cache.py:PreallocatedLayer.reorder_cache": "which rows move, when rows leave",
-    "decoding.py:DecodingBatch._drop_finished": "which rows stay",
-    "hf_engine.py:HFRolloutEngine._generate_batch": "the result",
-}
-"""The same of generation."""
 
 
 @pytest.fixture(params=["stand-in", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -122,6 +105,25 @@ def test_a_policy_trains_as_on_the_cpu(model_path, data, device, lora, packed):
     assert close(found[2], wanted[2], 1e-3)
     assert found[3] == wanted[3]
     assert not close(found[2], found[0].ragged("log_probs").values, 1e-2), "training changed nothing"
+
+
+def test_the_state_of_adamw_is_in_host_memory_between_updates(model_path, data, device):
+    def trained(offload):
+        strategy = PlainStrategy(TorchConfig(optimizer_offload=offload), device)
+        policy = TorchPolicyBackend(model_path, ActorConfig(optim=OPTIM, ppo_mini_batch_size=4), strategy=strategy)
+        places = set[str]()
+        for _ in range(2):
+            policy.update(data, temperature=0.9)
+            moments = policy._trained().moments()
+            places |= {tensor.device.type for tensor in moments.values()}
+            assert len(moments) > 10
+            assert all((weight.grad is None) == offload for weight in policy._model.parameters())
+        return places, log_probs(policy, data)
+
+    with on(device):
+        kept, offloaded = trained(offload=False), trained(offload=True)
+    assert (kept[0], offloaded[0]) == ({device.type}, {"cpu"})
+    assert np.array_equal(kept[1], offloaded[1])
 
 
 def test_a_policy_in_bfloat16_trains(model_path, data, device):
@@ -288,29 +290,13 @@ def test_a_reward_model_scores_as_on_the_cpu(tmp_path, device, monkeypatch):
         assert close(scored(device), wanted)
 
 
-def test_the_host_waits_for_the_device_only_where_it_must(model_path, data):
-    with StandIn() as device:
-        policy = policy_on(STAND_IN, model_path, use_kl_loss=True)
-        critic = critic_on(STAND_IN, model_path)
-        device.reads.clear()  # what loading reads
-        policy.compute_log_probs(data, temperature=1.0)
-        policy.update(data, temperature=1.0)
-        critic.compute_values(data)
-        critic.update(data)
-        assert device.reads == HOST_WAITS.keys()
-        engine = HFRolloutEngine(model_path, device=STAND_IN)
-        device.reads.clear()
-        generate(engine)
-    assert device.reads == GENERATION_WAITS.keys()
-
-
 def test_a_tensor_left_on_the_cpu_is_an_error_on_the_stand_in():
     with StandIn() as device:
         there = torch.ones(3, device=STAND_IN)
         with pytest.raises(StrayTensorError, match=r"aten.mul.Tensor .* shapes \[\(3,\)\]"):
             there * torch.ones(3)
         assert torch.equal((there * torch.tensor(2.0)).cpu(), torch.full((3,), 2.0))
-    assert device.reads == {"outside"}
+    assert device.host_reads == {("elsewhere", "copy", "")}
 
 
 def test_only_a_gpu_is_asked_for_deterministic_algorithms(monkeypatch):

@@ -1,21 +1,26 @@
 """Where training waits for a GPU to read a value: each such place has a reason in HOST_READS.toml.
 
-The models of the torch backends run on a fake GPU, which notes every read by the host: `item()`,
-`float()` or a branch on a tensor, a copy to the CPU, and operations whose shape depends on values.
-Backward passes are not run there.
+The models of the torch backends run on two stand-ins of a GPU, which note every read by the host:
+`item()`, `float()` or a branch on a tensor, a copy to the CPU, and operations whose shape depends
+on values. The fake GPU runs every loss and checkpoint, without backward passes; the stand-in device
+computes, so that it runs backward passes, and generates as many tokens as a CPU does.
 """
 
 from __future__ import annotations
 
+import asyncio
 import tomllib
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from fake_gpu import GPU, FakeGpu, HostRead
+from fake_gpu import GPU, FakeGpu
+from host_reads import HostRead
+from standin_device import STAND_IN, StandIn
 
 from rl_protocol import BatchData, RaggedColumn
+from rl_protocol.ports import GenerationRequest, SamplingParams
 from rl_trainer.algorithms.losses import POLICY_LOSSES
 from rl_trainer.backends.parallel_strategy import PlainStrategy
 from rl_trainer.backends.torch_critic import TorchCriticBackend
@@ -23,6 +28,7 @@ from rl_trainer.backends.torch_policy import PolicyOptions, TorchPolicyBackend
 from rl_trainer.config import ActorConfig, CriticConfig, OptimConfig, PolicyLossConfig, RolloutCorrectionConfig
 from rl_trainer.config.backends import TorchConfig
 from rl_trainer.config.lora import LoraConfig
+from rl_trainer.rollout.hf_engine import HFRolloutEngine
 
 LISTED = Path(__file__).with_name("HOST_READS.toml")
 OPTIM = OptimConfig(lr=1e-2)
@@ -55,9 +61,9 @@ def data(model_path, training_batch):
     return BatchData({**batch.columns, "chosen_tokens": chosen, **columns})
 
 
-def policy(path, *, lora=None, options=None, dtype="float32", packed=True, **settings):
+def policy(path, *, lora=None, options=None, dtype="float32", packed=True, device=GPU, **settings):
     config = ActorConfig(optim=OPTIM, ppo_mini_batch_size=4, use_remove_padding=packed, **settings)
-    strategy = PlainStrategy(TorchConfig(param_dtype=dtype), GPU)
+    strategy = PlainStrategy(TorchConfig(param_dtype=dtype), device)
     return TorchPolicyBackend(path, config, lora=lora, strategy=strategy, options=options or PolicyOptions())
 
 
@@ -91,27 +97,45 @@ def train(path, data, folder):
         one.update(plain, temperature=1.0)
     reference = policy(path, options=PolicyOptions(frozen=True, top=3))
     reference.compute_log_probs(data, temperature=1.0)
+    train_critic(path, data, GPU)
+
+
+def train_critic(path, data, device):
     config = CriticConfig(optim=OPTIM, ppo_mini_batch_size=4, use_remove_padding=True)
-    critic = TorchCriticBackend(path, config, rollout_n=1, seed=0, strategy=PlainStrategy(TorchConfig(), GPU))
+    critic = TorchCriticBackend(path, config, rollout_n=1, seed=0, strategy=PlainStrategy(TorchConfig(), device))
     critic.compute_values(data)
     critic.update(data)
 
 
+def compute(path, data):
+    """Training with backward passes, and a rollout whose rows end at different tokens."""
+    trained = policy(path, device=STAND_IN, use_kl_loss=True)
+    trained.compute_log_probs(data, temperature=1.0)
+    trained.update(data, temperature=1.0)
+    train_critic(path, data, STAND_IN)
+    asked = [GenerationRequest(uid=f"p{i}", session=0, prompt_ids=(2 + i % 5,) * (1 + i % 4)) for i in range(70)]
+    asyncio.run(HFRolloutEngine(path, device=STAND_IN).generate(asked, SamplingParams(max_new_tokens=6)))
+
+
+@pytest.mark.filterwarnings("ignore:.*copying from a non-meta parameter:UserWarning")
 def test_every_read_from_the_gpu_has_a_reason(model_path, data, tmp_path):
     with FakeGpu() as gpu:
         train(model_path, data, tmp_path)
-    known = listed()
+    with StandIn() as computing:
+        compute(model_path, data)
+    found, known = gpu.host_reads | computing.host_reads, listed()
     assert all(len(reason.split()) > 3 for reason in known.values())
-    new, gone = gpu.host_reads - known.keys(), known.keys() - gpu.host_reads
+    new, gone = found - known.keys(), known.keys() - found
     assert not new, (
         f"The host waits for the GPU in new places. Avoid them, or list them in {LISTED} with a reason:\n{described(new)}"
     )
     assert not gone, f"Remove from {LISTED} what is not read any more:\n{described(gone)}"
 
 
-def test_reads_of_each_kind_are_found():
-    with FakeGpu() as gpu:
-        there = torch.ones(4, device=GPU)
+@pytest.mark.parametrize(("stand_in", "device"), [(FakeGpu, GPU), (StandIn, STAND_IN)], ids=["fake", "computing"])
+def test_reads_of_each_kind_are_found(stand_in, device):
+    with stand_in() as gpu:
+        there = torch.ones(4, device=device)
         assert not gpu.host_reads
         there * 2 + there.sum()
         assert not gpu.host_reads
@@ -120,6 +144,7 @@ def test_reads_of_each_kind_are_found():
             ("scalar", lambda: float(there[0])),
             ("scalar", lambda: 1 if there.sum() > 2 else 0),
             ("copy", lambda: there.cpu()),
+            ("copy", lambda: torch.zeros(4).copy_(there)),
             ("index by a mask", lambda: there[there > 0]),
         ):
             gpu.host_reads.clear()

@@ -85,6 +85,19 @@ def test_another_response_under_the_same_key_is_scored():
     assert (uid, mean, variance) == ("p", 7.0, pytest.approx(8 / 3))  # without the response that failed
 
 
+def test_a_scorer_that_reads_prompts_has_them_ahead_too():
+    class Reader(Judge):
+        reads_tokens = True
+
+        async def score(self, samples):
+            self.asked.append([(sample.prompt_str, sample.solution_str, sample.tokens) for sample in samples])
+            return [Scored(numbers={"score": 0.0, "acc": 0.0}) for _ in samples]
+
+    judge = Reader()
+    rewarded([KEYS[:2]], judge)
+    assert judge.asked == [[("2", "6", [2, 6]), ("2", "7", [2, 7])], [("2", "8", [2, 8]), ("2", "9", [2, 9])]]
+
+
 def test_a_scorer_that_compares_responses_gets_all_in_one_call():
     judge = Judge(compares=True)
     rewarded([KEYS[:2]], judge)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import peft
 import pytest
 import torch
+from relative import apart
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -60,21 +61,17 @@ def logits(model, batch):
         return tokens.read(model(**tokens.inputs).logits)
 
 
-def largest(difference, scale):
-    return (difference.abs().max() / scale.abs().max()).item()
-
-
 def test_its_logits_are_pefts_and_training_continues_from_them(model_path, saved, training_batch, tmp_path):
     lora, theirs = saved
     policy = policy_of(model_path, lora)
     batch = training_batch(policy)
     expected = logits(theirs, batch)
     fresh = logits(policy_of(model_path, replace(lora, adapter_path=""))._model, batch)
-    assert largest(logits(policy._model, batch) - expected, expected) < 1e-5
-    assert largest(fresh - expected, expected) > 1e-2
+    assert apart(logits(policy._model, batch), expected) < 1e-5
+    assert apart(fresh, expected) > 1e-2
     policy.update(batch, temperature=1.0)
     now = logits(policy._model, batch)
-    assert largest(now - expected, expected) > 1e-3
+    assert apart(now, expected) > 1e-3
     policy.save_pretrained(tmp_path / "next")
     again = policy_of(model_path, replace(lora, adapter_path=str(tmp_path / "next")))
     assert torch.equal(logits(again._model, batch), now)
@@ -87,7 +84,7 @@ def test_the_rollout_takes_it_as_version_0(model_path, saved):
     ids = torch.tensor([[3, 4, 5, 6, 7]])
     with torch.no_grad():
         expected, got = theirs(ids).logits, engine._model(ids).logits
-    assert largest(got - expected, expected) < 1e-5
+    assert apart(got, expected) < 1e-5
 
 
 def test_merged_on_save_it_is_the_plain_model_that_peft_merges(model_path, saved, training_batch, tmp_path):
@@ -106,7 +103,7 @@ def test_merged_on_save_it_is_the_plain_model_that_peft_merges(model_path, saved
     assert not info["unexpected_keys"]
     found = plain.state_dict()
     assert found.keys() == expected.keys()
-    assert max(largest(found[name] - expected[name], expected[name]) for name in found) < 1e-6
+    assert max(apart(found[name], expected[name]) for name in found) < 1e-6
     assert (tmp_path / "merged" / "tokenizer.json").exists()
 
 

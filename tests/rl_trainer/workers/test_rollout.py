@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from replay_buffers import leased
 
-from rl_protocol import ConfigError, RolloutError
+from rl_protocol import BatchError, ConfigError, RolloutError, unpack_arrays
 from rl_protocol.ports import Generation, ImageInput, SamplingParams
-from rl_protocol.rl_columns import KEPT_COLUMNS
+from rl_protocol.rl_columns import KEPT_COLUMNS, ROUTED, ROUTED_COLUMNS
 from rl_protocol.testing.bigram_model import BigramEngine
 from rl_protocol.testing.memory_data_plane import MemoryDataPlane
 from rl_protocol.torch import to_weight
@@ -199,6 +200,36 @@ def test_the_kept_sets_of_sampled_tokens_are_columns(model_path, replay):
         assert data.ragged("kept_words").lengths.tolist() == [2 * len(sampled), 0]
 
 
+def test_the_experts_of_each_token_are_columns(moe_model):
+    """Of the data's answer, which the rollout did not compute, there are none."""
+
+    def put(experts):
+        sampling = SamplingParams(max_new_tokens=5, routed_experts=True)
+        call = RolloutCall(
+            partition=Partition(name="train", split="train", step=0, n=2, sampling=sampling),
+            prompts=leased({"p": 0}, n=2),
+        )
+
+        async def body():
+            plane, row = MemoryDataPlane(), PromptRow(prompt_ids=(4, 3, 5), data_source="d", ground_truth="ef")
+            answers = Demonstrations(tokenizer=SPELLED.tokenizer, eos_id=1)
+            engine = HFRolloutEngine(moe_model)
+            worker = RolloutWorker(plane, engine, {"train": [row]}, demonstrations=answers, experts=experts)
+            await worker.rollout(call)
+            return await plane.get(await plane.list_rows("train"), ["responses", *ROUTED_COLUMNS])
+
+        return asyncio.run(body())
+
+    data = put(4)
+    (sampled,), (answer,) = unpack_arrays(data, ROUTED)
+    made, given = data.ragged("responses").lengths
+    assert sampled.shape == (3 + made - 1, 2, 2)
+    assert answer.shape == (3 + given - 1, 0, 0)
+    assert set(sampled.ravel().tolist()) <= {0, 1, 2, 3}
+    with pytest.raises(BatchError, match=r"Session 0 of prompt 'p' has a routed expert 3, .* the experts 0 to 2"):
+        put(3)
+
+
 SPELLED = Demonstrations(
     tokenizer=Tokenizer(encode=lambda text: [ord(c) - ord("a") for c in text], decode=str), eos_id=1, key="solution"
 )
@@ -295,3 +326,31 @@ def test_transformers_weights_that_change_meanwhile_are_the_second_run(model_pat
     for runs in asyncio.run(body()).ragged("rollout_versions").rows():
         assert runs[:, 0].tolist() == [0, 1]
         assert runs[:, 1].sum() == 24
+
+
+def test_as_many_responses_are_answers_as_their_source_says():
+    """By source none, one or all."""
+    sources, asked = {"none": 0, "one": 1, "all": 3}, []
+    rows = [
+        PromptRow(prompt_ids=(2, 3), data_source=source, ground_truth="", extra_info={"solution": "c"})
+        for source in sources
+    ]
+
+    class Counting(BigramEngine):
+        async def generate(self, requests, params):
+            asked.extend((request.uid, request.session) for request in requests)
+            return await super().generate(requests, params)
+
+    async def body():
+        plane = MemoryDataPlane()
+        answers = replace(SPELLED, given=lambda source, n: min(n, sources[source]))
+        worker = RolloutWorker(plane, Counting(), {"train": rows}, demonstrations=answers)
+        partition = Partition(name="train", split="train", step=0, n=3, sampling=SamplingParams(max_new_tokens=3))
+        await worker.rollout(RolloutCall(partition=partition, prompts=leased({"p": 0, "q": 1, "r": 2}, n=3)))
+        listed = await plane.list_rows("train")
+        return listed.keys, await plane.get(listed, ["demonstration"])
+
+    keys, data = asyncio.run(body())
+    given = {key for key, row in zip(keys, data.ragged("demonstration").rows(), strict=True) if row.all()}
+    assert given == {"q/2/0", "r/0/0", "r/1/0", "r/2/0"}
+    assert set(asked) == {("p", 0), ("p", 1), ("p", 2), ("q", 0), ("q", 1)}

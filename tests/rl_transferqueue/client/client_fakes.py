@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from rl_protocol import BatchData, PlaneLostError, dense
+from rl_transferqueue.memory.build_batch import Groups
 from rl_transferqueue.wire.messages import Abandon, Commit, Committed, Locate, Located, Reserve, Reserved
-from rl_transferqueue.wire.spans import Span
+from rl_transferqueue.wire.spans import BlockRef, Span
 
 BATCH = BatchData({"x": dense(np.arange(4.0))})
 
@@ -25,6 +26,7 @@ class FakeController:
         self.spare: Span | None = None
         """The reservation that the next `Commit` returns, if any."""
         self.lost = ""
+        self.era = 0
         self._offset = 0
 
     def check(self) -> None:
@@ -43,7 +45,9 @@ class FakeController:
             spare, self.spare = self.spare, None
             return Committed(np.arange(len(call.keys), dtype="<i8").tobytes(), spare)
         assert isinstance(call, Locate)
-        return Located((), b"", (), (), (), ())
+        block = BlockRef(1, Span(0, 0, 64), 1)
+        rows = np.zeros(4, "<i4").tobytes(), np.arange(4, dtype="<i4").tobytes()
+        return Located((block,), bytes(8), (b"header",), (0,), (rows,), (0,))
 
     async def call(self, request: object, expect: type, timeout_s: float, *, takes: bool = False) -> Any:
         return await self.finish(self.start(request), expect, timeout_s, takes=takes)
@@ -75,7 +79,7 @@ class FakeMemory:
         self.on_write(span)
         self.written.append(span)
 
-    async def read(self, located: Located, fields: Sequence[str], anchor: object, timeout_s: float) -> BatchData:
+    async def read(self, groups: Groups, fields: Sequence[str], anchor: object, timeout_s: float) -> BatchData:
         self.on_read()
         return BATCH
 

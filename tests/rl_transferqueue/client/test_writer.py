@@ -20,7 +20,7 @@ COMMIT = Commit("p", KEYS)
 
 
 def writer(controller: FakeController, memory: FakeMemory, most: int = 1 << 20) -> Writer:
-    return Writer(cast("Any", controller), cast("Any", memory), Reservation(most), units=2)
+    return Writer(cast("Any", controller), cast("Any", memory), Reservation(most), units=2, session=b"session1")
 
 
 def lose_unit_0(span: Span) -> None:

@@ -7,13 +7,13 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from polling import until
 from tensordict import TensorDict
 
 import rl_transferqueue.compat as tq
@@ -61,13 +61,6 @@ def stream(plane: LocalPlane, **given: Any) -> StreamingDataset:
     options = {name: given.pop(name) for name in ("rank", "turns", "first_turn", "ahead") if name in given}
     settings: dict[str, Any] = {"partition": "p", "task": "train", "count": 2, "fields": ("x",), "timeout_s": 60}
     return StreamingDataset(plane.descriptor, sampler, DrawSettings(**(settings | given)), **options)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def consumed(client: BlockingPlane) -> int:
@@ -124,7 +117,7 @@ def test_at_most_ahead_batches_are_drawn_ahead(plane: LocalPlane) -> None:
     first, meta = next(batches)
     assert first["x"].tolist() == [0, 1]
     assert meta.fields == ("x",)
-    until(lambda: consumed(client) >= 6)
+    until(lambda: consumed(client) >= 6, "three batches are consumed")
     time.sleep(0.1)
     # One batch is yielded, two are queued, and at most one waits for room in the queue.
     assert consumed(client) <= 8
@@ -155,7 +148,7 @@ def test_the_deadline_limits_the_wait_for_a_batch_and_not_the_time_between_reque
     assert next(batches)[0]["x"].tolist() == [0, 1]
     patient, slow.draws = slow.draws, replace(slow.draws, timeout_s=0.1)
     put(client, range(3, 4))  # ends the draw that is under way; the next one has the new deadline
-    until(lambda: consumed(client) == 4)
+    until(lambda: consumed(client) == 4, "two batches are consumed")
     time.sleep(0.3)
     slow.draws = patient
     put(client, range(4, 6))

@@ -151,6 +151,11 @@ class MortalPlane:
         for who, answer in served:
             self.answer(who.token, answer)
 
+    def failed(self, caller: Caller, error: RLError) -> None:
+        self.fail(caller, error)
+
+    def gone(self, generations: Sequence[int]) -> None: ...
+
     def freed(self) -> None: ...
 
     def _bytes_of(self, span: Span) -> memoryview:

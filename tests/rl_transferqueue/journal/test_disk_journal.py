@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,8 @@ from rl_transferqueue.journal.disk_journal import (
     open_journal,
     remove_journal,
 )
-from rl_transferqueue.journal.records import ClearRecord, Journal, PutRecord
+from rl_transferqueue.journal.records import ClearRecord, Journal, Origin, PutRecord
+from rl_transferqueue.wire.arrays import unpack_ints
 
 Reopen = Callable[[], Journal]
 
@@ -350,3 +352,34 @@ def test_a_check_waits_for_a_process_that_is_ending(tmp_path: Path) -> None:
     timer.start()
     check_journal(tmp_path, wait_s=60)
     timer.join()
+
+
+def test_the_answers_to_the_last_puts_of_each_session_are_kept(tmp_path: Path) -> None:
+    sessions = (b"session1", b"session2")
+    with open_journal(tmp_path) as journal:
+        journal.recover()
+        for number in range(1, 301):
+            for row, session in enumerate(sessions[: 1 + (number <= 10)]):
+                generation = 2 * number + row
+                journal.append([replace(put(generation), origin=Origin(session, number))])
+            journal.sync()
+        journal.append([ClearRecord(tuple(range(700)))])
+        journal.sync()
+        journal.append([replace(put(9000), origin=Origin(sessions[0], 301))])  # never synced
+    with open_journal(tmp_path, keep_answers=True) as journal:
+        found = journal.recover()
+        assert found.puts == ()
+        assert found.last_generation == 600
+        wanted = {Origin(sessions[0], number): 2 * number for number in range(45, 301)}
+        wanted |= {Origin(sessions[1], number): 2 * number + 1 for number in range(1, 11)}
+        assert {origin: unpack_ints(packed, 1).tolist() for origin, packed in found.answers.items()} == {
+            origin: [generation] for origin, generation in wanted.items()
+        }
+        journal.append([replace(put(9001, 9002), origin=Origin(sessions[0], 302))])
+        journal.sync()
+    with open_journal(tmp_path, keep_answers=True) as journal:
+        kept = journal.recover().answers
+        assert min(kept) == Origin(sessions[0], 46)
+        assert unpack_ints(kept[Origin(sessions[0], 302)], 2).tolist() == [9001, 9002]
+    with open_journal(tmp_path) as journal:  # another plane has other sessions
+        assert journal.recover().answers == {}

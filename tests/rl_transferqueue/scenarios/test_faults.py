@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -18,6 +18,7 @@ import pytest
 from abandoned_memory import no_memory_left
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from polling import until
 
 from rl_protocol import (
     BatchData,
@@ -39,14 +40,6 @@ from rl_transferqueue.wire.messages import MAX_FRAME, AnyRequest, Failure, Hello
 from rl_transferqueue.wire.process_liveness import ProcessId, this_process
 
 SMALL = TransferQueueConfig(num_storage_units=1, capacity_mb=2, segment_mb=1)
-
-
-def until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> float:
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() < began + seconds, f"not within {seconds} s: {what}"
-        time.sleep(0.02)
-    return time.monotonic() - began
 
 
 def runs(pid: int) -> bool:

@@ -13,11 +13,12 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from conftest import until_async
 from host_helpers import host_units, on_host, start_client
+from polling import until_async
 
 from rl_protocol import BatchData, BatchError, ConfigError, DataPlaneError, dense
 from rl_protocol.support import host_identity
+from rl_protocol.support.heartbeat import read_beat
 from rl_transferqueue import Client, LocalPlane, PlaneDescriptor, TransferQueueConfig, connect, start_host_units
 from rl_transferqueue.launch.local_plane import start_local_plane
 from rl_transferqueue.wire.messages import LinkBytes
@@ -230,6 +231,14 @@ def test_units_need_an_address_and_the_simple_backend() -> None:
         start_host_units(dataclasses.replace(CONFIG, listen=""))
     with pytest.raises(ConfigError, match=r"TransferQueueConfig\.backend"):
         start_host_units(dataclasses.replace(CONFIG, backend="memory"))
+
+
+def test_each_unit_of_a_host_has_a_heartbeat() -> None:
+    with start_host_units(THERE) as units:
+        pids, files = zip(*units.heartbeats.items(), strict=True)
+        assert pids == units.pids
+        assert None not in map(read_beat, files)
+    assert set(map(read_beat, files)) == {None}
 
 
 def test_a_mark_divides_one_machine_into_hosts() -> None:

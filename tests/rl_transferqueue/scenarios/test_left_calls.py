@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import until_async
+from polling import until_async
 
 from rl_protocol import BatchData, ColumnSpec, ConflictError, KVBatchMeta, PlaneLostError, PlaneTimeout, dense
 from rl_transferqueue import Client, LocalPlane, TransferQueueConfig, connect, connect_blocking, start_local_plane

@@ -6,7 +6,7 @@ import asyncio
 
 import numpy as np
 import pytest
-from conftest import until_async
+from polling import until_async
 
 from rl_protocol import BatchData, MissingDataError, dense
 from rl_transferqueue import Client, LocalPlane, connect

@@ -19,6 +19,7 @@ import msgspec
 import pytest
 import zmq
 from network_helpers import MIB, NO_KEY, rows_of, running, served
+from polling import until
 
 from rl_protocol import PlaneLostError
 from rl_protocol.errors import WireError
@@ -151,13 +152,6 @@ def all_is_read(address: str) -> None:
             assert isinstance(other.hear().body, Done)
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
-
-
 # --------------------------------------------------------------------------------
 # Clients that do not read
 def test_requests_of_a_client_that_does_not_read_are_not_handled_until_it_does(tmp_path: Path) -> None:
@@ -288,7 +282,7 @@ def test_a_session_ends_with_its_connection_and_its_leases_with_the_process() ->
             with Peer(plane.descriptor.controller.address) as other:
                 other.ask(1, Hello(this_process()))
                 other.ask(2, Reserve(5 * MIB, 0))
-                other.ask(3, Locate(1, "p", ("a",), ("x",)))
+                other.ask(3, Locate(1, "p", ("a",), ("x",), 0.0))
                 await reserved(client, 5 * MIB)
                 assert isinstance([other.hear() for _ in range(3)][2].body, Located)
             await reserved(client, 0)

@@ -1,7 +1,33 @@
-"""The PPO application: `uv run apps/ppo` on the command line, `train()` from Python."""
+"""The PPO application: `uv run apps/ppo` on the command line, `train()` from Python.
 
-from rl_app_ppo.api.result import TrainResult
-from rl_app_ppo.api.train import train
+Importing the package alone takes milliseconds; its names are imported on first use, so that the
+command `rl` can handle Ctrl-C from its first moment.
+"""
+
+import importlib
+import typing
+
+if typing.TYPE_CHECKING:
+    from rl_app_ppo.api.result import TrainResult
+    from rl_app_ppo.api.train import train
+    from rl_protocol import ConfigError, RLError
 
 __version__ = "0.1.0"
-__all__ = ["TrainResult", "__version__", "train"]
+__all__ = ["ConfigError", "RLError", "TrainResult", "__version__", "train"]
+
+_HOMES = {
+    "ConfigError": "rl_protocol",
+    "RLError": "rl_protocol",
+    "TrainResult": "rl_app_ppo.api.result",
+    "train": "rl_app_ppo.api.train",
+}
+
+
+def __getattr__(name: str) -> typing.Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -93,7 +93,8 @@ class DuplicateKeyError(DataPlaneError, ValueError):
 
 
 class CapacityTimeout(DataPlaneError, TimeoutError):
-    """The plane was full until the deadline of a put; nothing was stored."""
+    """The plane was full until the deadline of a put, of which nothing was stored, or of a read of
+    rows that are on a disk."""
 
 
 class PlaneTimeout(DataPlaneError, TimeoutError):

@@ -8,7 +8,15 @@ holds the rest. A column without an `absence` is part of the first put of its ro
 from __future__ import annotations
 
 from rl_protocol.batch.packed_arrays import SHAPES_SUFFIX
-from rl_protocol.batch.schema import BatchSchema, ColumnSpec, LengthIsProduct, LengthIsRuns, LengthIsSum, SameLength
+from rl_protocol.batch.schema import (
+    BatchSchema,
+    ColumnSpec,
+    DistinctIds,
+    LengthIsProduct,
+    LengthIsRuns,
+    LengthIsSum,
+    SameLength,
+)
 
 TRAIN_PARTITION = "train"
 VALIDATION_PARTITION = "val"
@@ -22,7 +30,12 @@ TEACHER_PROMPTS = "teacher_prompts"
 """The prompt that the reference policy sees in place of the policy's."""
 KEPT_COLUMNS = ("kept_counts", "kept_words")
 """The tokens that top-p and top-k kept where each response token was sampled (`KeptSets`)."""
+ROUTED = "routed_experts"
+ROUTED_COLUMNS = (ROUTED, ROUTED + SHAPES_SUFFIX)
+"""The experts that computed each token, packed by `rl_protocol.batch.packed_arrays`: for each row
+one array of `rl_protocol.batch.routed_experts.ExpertIds`."""
 _BLIND = "the policy reads text alone"
+_FREE = "the routers of the policy choose the experts in each pass"
 _UNREPLAYED = "tokens are sampled from all, or log-probs are over all"
 
 PROMPT_SCHEMA = BatchSchema(
@@ -118,6 +131,23 @@ TRAJECTORY_SCHEMA = BatchSchema(
             absence=_UNREPLAYED,
         ),
         ColumnSpec(
+            name=ROUTED,
+            kind="ragged",
+            dtype="int16",
+            writer="rollout",
+            meaning="experts of each token with a forward pass and layer, by rl_protocol.batch.routed_experts; -1: not recorded",
+            absence=_FREE,
+        ),
+        ColumnSpec(
+            name=ROUTED + SHAPES_SUFFIX,
+            kind="ragged",
+            dtype="int64",
+            dims=(3,),
+            writer="rollout",
+            meaning="one shape: tokens of prompt and response that have a forward pass, layers with experts, experts of a token",
+            absence=_FREE,
+        ),
+        ColumnSpec(
             name="scores",
             kind="dense",
             dtype="float32",
@@ -199,6 +229,8 @@ TRAJECTORY_SCHEMA = BatchSchema(
         ),
         LengthIsRuns("responses", "rollout_versions"),
         LengthIsSum("kept_words", "kept_counts"),
+        LengthIsProduct(ROUTED, ROUTED + SHAPES_SUFFIX),
+        DistinctIds(ROUTED, ROUTED + SHAPES_SUFFIX),
     ),
 )
 """Columns of trajectory rows."""

@@ -3,6 +3,7 @@
 from rl_protocol.bridge import Declaration, Replicas, check_flow, declaration, tqbridge
 from rl_transferqueue.client.blocking_client import BlockingPlane, Portal, connect_blocking, portal
 from rl_transferqueue.client.client import Client, connect
+from rl_transferqueue.client.retries.put_timeout import PutTimeout
 from rl_transferqueue.config import TransferQueueConfig
 from rl_transferqueue.launch.host_units import HostUnits, start_host_units
 from rl_transferqueue.launch.local_plane import LocalPlane, check_plane, start_local_plane
@@ -18,6 +19,7 @@ __all__ = [
     "LocalPlane",
     "PlaneDescriptor",
     "Portal",
+    "PutTimeout",
     "Replicas",
     "TransferQueueConfig",
     "check_flow",

@@ -64,6 +64,12 @@ class TransferQueueConfig(Options):
         "journal in the folder of the run; a plane without a run needs a folder.",
         needs="durability!=off",
     )
+    verify: bool = option(
+        False,
+        "Compare rows in memory with the digests of their puts (xxh3) whenever a client asks where they are; rows that differ are "
+        "read again from the journal. Memory of rows that share a put is free once all of them are cleared.",
+        needs="durability!=off",
+    )
     shared_memory: bool = option(
         True, "Clients on the plane's host share its memory; off: they use the network too (for tests)."
     )

@@ -17,6 +17,7 @@ from trust import trust
 from rl_app_ppo.cli.new_package.write import KINDS, write_package
 from rl_app_ppo.config.loading import load_config
 from rl_app_ppo.config.schema import AppConfig
+from rl_app_ppo.inputs.session import session_of
 from rl_protocol import ConfigError, OutputError
 from rl_protocol.support.option_tree import list_options
 from rl_protocol.support.plugins import check, read_allow_list
@@ -54,7 +55,7 @@ def test_the_setting_of_the_readme_takes_names_from_the_group_of_the_entry_point
         readme = (write_package(kind, names(kind), tmp_path) / "README.md").read_text()
         (settings,) = re.findall(r"^rl train (?!--trust)(.+)$", readme, re.M)
         key, _, value = settings.split()[-1].partition("=")
-        assert (groups[key], value.strip("[]")) == (one.group, names(kind))
+        assert (groups[key], value.split(",")[-1]) == (one.group, names(kind))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -67,8 +68,9 @@ def test_the_file_works_where_it_lies_as_the_readme_says(kind, tmp_path, monkeyp
         return
     ((file, before, key, value),) = found
     trust(Path(file))
-    load_object(value.strip("[]"), key)
-    load_config([*before.split(), f"{key}={value}"])
+    load_object(value.split(",")[-1], key)
+    config = load_config([*before.split(), f"{key}={value}"])
+    session_of(config, None)  # the model of the demo has a chat template where the session needs one
 
 
 @pytest.mark.slow

@@ -6,8 +6,6 @@ import asyncio
 import ctypes
 import enum
 import sys
-import time
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from types import SimpleNamespace
 
@@ -16,6 +14,7 @@ import numpy as np
 import pytest
 from ckpt_device import SharedMemoryDevice
 from ckpt_remote import SHAPES, started
+from polling import until
 
 from rl_ckpt_engine import CheckpointEngine, CheckpointEngineConfig, CheckpointEngineManager, CheckpointEngineRegistry
 from rl_ckpt_engine.engines.network.tcp_transport import TcpMember
@@ -77,13 +76,6 @@ def joined(sender: CudaIpcEngine, device: SharedMemoryDevice) -> CudaIpcEngine:
     return receiver
 
 
-def eventually(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + T
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.01)
-
-
 def test_a_receiver_costs_two_buckets_that_are_open_only_within_a_sync() -> None:
     ours, theirs = SharedMemoryDevice(), SharedMemoryDevice()
     sender = CudaIpcEngine(SMALL, ours)
@@ -97,7 +89,7 @@ def test_a_receiver_costs_two_buckets_that_are_open_only_within_a_sync() -> None
         assert [memory.nbytes for _, memory in ours.allocated.values()] == [SMALL.bucket_bytes] * 2
         assert not theirs.opened
     receiver.close()
-    eventually(lambda: not ours.allocated)
+    until(lambda: not ours.allocated, "the buffers are freed", T)
     sender.close()
 
 
@@ -110,7 +102,7 @@ def test_buckets_of_a_receiver_that_asks_for_more_grow() -> None:
     assert_same(asyncio.run(receiver.receive_weights(manifest, timeout_s=T)), weights)
     assert max(memory.nbytes for _, memory in ours.allocated.values()) == SMALL.bucket_bytes
     receiver.close()
-    eventually(lambda: not ours.allocated)
+    until(lambda: not ours.allocated, "the buffers are freed", T)
     sender.close()
 
 

@@ -29,7 +29,10 @@ from rl_protocol import ConfigError
             r"mlp.gate_proj.weight has shape \(48, 32\); config.json makes it \(96, 32\)",
         ),
         (lambda folder: edit(folder, num_hidden_layers=3), r"model.layers.2.input_layernorm.weight is in none of its"),
-        (lambda folder: edit(folder, model_type="gemma"), "model_type must be one of llama, qwen2, qwen3; got 'gemma'"),
+        (
+            lambda folder: edit(folder, model_type="gemma"),
+            "model_type must be one of llama, qwen2, qwen3, qwen3_moe; got 'gemma'",
+        ),
         (lambda folder: edit(folder, mlp_bias=True), "mlp_bias must be False; got True"),
         (lambda folder: edit(folder, hidden_size="32"), "hidden_size must be an integer >= 1; got '32'"),
         (

@@ -603,6 +603,9 @@ def test_the_course_of_a_session_is_counted_once():
         "agent/tool_errors/mean": 0.5,
         "agent/tool_errors/max": 1.0,
         "agent/tool_errors/min": 0.0,
+        "rollout/forks/mean": 0.5,
+        "rollout/forks/max": 1.0,
+        "rollout/forks/min": 0.0,
         "agent/finish/stop": 0.5,
         "agent/finish/turn_length": 0.5,
     }

@@ -5,6 +5,9 @@ Every token that the policy made counts once, in the context in which it was mad
 
 from __future__ import annotations
 
+import dataclasses
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +15,7 @@ from hypothesis import strategies as st
 from rl_protocol import RolloutError
 from rl_trainer.rollout.serving import Completion, Recorder
 from rl_trainer.rollout.session_turns import Trajectory
+from rl_trainer.rollout.trajectory_stats import RolloutStats
 
 PROMPT = (5, 6)
 
@@ -29,7 +33,7 @@ def recorded(*completions):
     return recorder.trajectories()
 
 
-def trajectory(ids, made, version=0):
+def trajectory(ids, made, version=0, turns=1):
     """`made` marks each token with + (made by the policy) or - (observed)."""
     flags = tuple(sign == "+" for sign in made)
     return Trajectory(
@@ -38,6 +42,7 @@ def trajectory(ids, made, version=0):
         log_probs=tuple(-0.5 if flag else 0.0 for flag in flags),
         weight_version=version,
         versions=((version, len(ids)),),
+        stats=RolloutStats(turns=turns),
     )
 
 
@@ -46,19 +51,19 @@ def trajectory(ids, made, version=0):
     [
         ([], []),
         # A conversation is one trajectory; the policy did not make the agent's text in between.
-        ([((5, 6), (7,)), ((5, 6, 7, 9, 9), (8, 1))], [((7, 9, 9, 8, 1), "+--++")]),
+        ([((5, 6), (7,)), ((5, 6, 7, 9, 9), (8, 1))], [((7, 9, 9, 8, 1), "+--++", 0, 2)]),
         # A reset of the context starts another trajectory.
         ([((5, 6), (7,)), ((5, 6, 4), (8,))], [((7,), "+"), ((4, 8), "-+")]),
         # Two branches of one turn: the turn before them counts only in the first.
         (
             [((5, 6), (7,)), ((5, 6, 7, 9), (2,)), ((5, 6, 7, 9), (3,))],
-            [((7, 9, 2), "+-+"), ((7, 9, 3), "--+")],
+            [((7, 9, 2), "+-+", 0, 2), ((7, 9, 3), "--+")],
         ),
         # Continuing the first of two choices leaves the second unchanged and moves the first to the
         # end.
         (
             [((5, 6), (2,)), ((5, 6), (3,)), ((5, 6, 2, 9), (4,))],
-            [((3,), "+"), ((2, 9, 4), "+-+")],
+            [((3,), "+"), ((2, 9, 4), "+-+", 0, 2)],
         ),
     ],
 )
@@ -78,6 +83,18 @@ def test_a_context_without_the_prompt_is_refused():
         RolloutError, match=r"begin with the 2 tokens of the session's prompt, \[5, 6\] \.\.; got \[5, 7\]"
     ):
         recorded(completion((5, 7), (1,)))
+
+
+def test_each_branch_has_the_experts_of_its_own_requests():
+    """A token that a turn had already computed keeps the experts of that turn."""
+
+    def turn(context, ids, expert):
+        tokens = len(context) + len(ids) - 1
+        return dataclasses.replace(completion(context, ids), routed=np.full((tokens, 1, 1), expert, np.int16))
+
+    first, second = recorded(turn((5, 6), (7,), 0), turn((5, 6, 7, 9), (2, 2), 1), turn((5, 6, 7, 9), (3,), 2))
+    assert first.routed.ravel().tolist() == [0, 0, 1, 1, 1]
+    assert second.routed.ravel().tolist() == [2, 2, 2, 2]
 
 
 @given(st.data())

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from rl_protocol import BatchData, ConflictError, OutputError, dense
-from rl_protocol.errors import PlaneLostError, RLError
+from rl_protocol.errors import CapacityTimeout, PlaneLostError, PlaneTimeout, RLError
 from rl_protocol.wire import plan
 from rl_transferqueue.controller.durable.durable_rows import PAYLOAD, DurableRows
 from rl_transferqueue.controller.durable.journal_thread import Done, Read
 from rl_transferqueue.controller.memory_accounting.capacity import Capacity
+from rl_transferqueue.controller.memory_accounting.occupancy import Occupancy
 from rl_transferqueue.controller.rows.ledger import Ledger
 from rl_transferqueue.controller.rows.waiters import Served
 from rl_transferqueue.journal.records import ClearRecord, PutRecord, Record
@@ -29,15 +30,16 @@ SESSION = b"session1"
 class World:
     """The collaborators of `DurableRows`, which record what they are told."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, verify: bool = False) -> None:
         self.ledger, self.capacity = Ledger(), Capacity(2, 4096)
         self.memory = {unit: bytearray(4096) for unit in range(2)}
         self.records: list[tuple[Record, Done]] = []
         self.reads: list[tuple[list[int], Read]] = []
         self.answers: list[tuple[int, Answer | RLError]] = []
         self.puts: list[int] = []
+        self.gone_rows: list[int] = []
         self.requests = 0
-        self.rows = DurableRows(self.ledger, self.capacity, self, self.bytes_of, self, self)
+        self.rows = DurableRows(self.ledger, self.capacity, self, self.bytes_of, self, self, verify=verify)
 
     def bytes_of(self, span: Span) -> memoryview:
         return memoryview(self.memory[span.unit])[span.offset : span.offset + span.nbytes]
@@ -65,7 +67,13 @@ class World:
     def committed(self, caller: Caller, message: Commit, generations: Ints, served: Served) -> None:
         self.puts.append(caller.request)
 
+    def failed(self, caller: Caller, error: RLError) -> None:
+        self.fail(caller, error)
+
     def cleared(self, served: Served) -> None: ...
+
+    def gone(self, generations: Sequence[int]) -> None:
+        self.gone_rows += generations
 
     def freed(self) -> None: ...
 
@@ -128,9 +136,9 @@ def test_a_clear_is_applied_at_once_and_answered_later() -> None:
     world.put("a", "b")
     world.end()
     clear = world.clear("a", "nothing")
-    assert (world.keys(), world.answers) == (("b",), [])
+    assert (world.keys(), world.answers, world.gone_rows) == (("b",), [], [])
     assert world.end() == ClearRecord((1,))
-    assert world.answers == [(clear, Cleared(1))]
+    assert (world.answers, world.gone_rows) == ([(clear, Cleared(1))], [1])
 
 
 def test_a_failed_write_changes_nothing_and_frees_the_block() -> None:
@@ -199,13 +207,46 @@ def test_rows_leave_memory_and_come_back_with_their_newest_columns() -> None:
     assert away.tolist() == [1, 2]
 
     ended: list[RLError | None] = []
-    world.rows.load(away, ended.append)
+    world.rows.loads.start(away, ended.append)
     (wanted, done), *_ = world.reads
     assert (wanted, ended) == ([1, 2], [])
     done((older, newer))
     assert ended == [None]
     assert places(world, "a", "b") == [7, 9]
     assert not world.ledger.on_disk("p", ["a", "b"], ["x"]).size
+
+
+def test_rows_that_are_damaged_in_memory_come_back_from_the_journal() -> None:
+    world = World(verify=True)
+    world.put("a", "b", n=7, data=True)
+    whole = recorded(world)
+    world.put("c", n=9, data=True)
+    recorded(world)
+    assert not world.rows.drop_damaged("p", ["a", "b", "c", "unknown"], ["x"])
+
+    (block,) = world.ledger.blocks_of("p", ["b"], ["x"])
+    world.bytes_of(block.ref.span)[3] ^= 0x10
+    assert not world.rows.drop_damaged("p", ["c"], ["x"]), "it is in another block"
+    assert world.rows.drop_damaged("p", ["b"], ["x"])
+    assert world.rows.damaged == 1
+    assert world.ledger.on_disk("p", ["a", "b", "c"], ["x"]).tolist() == [1, 2], "they share the damaged block"
+
+    world.rows.loads.start(world.ledger.on_disk("p", ["b"], ["x"]), lambda _: None)
+    world.reads[0][1]((whole,))
+    assert places(world, "a", "b", "c") == [7, 0, 9], "the first eight bytes of each put are n"
+    (again,) = world.ledger.blocks_of("p", ["a"], ["x"])
+    world.bytes_of(again.ref.span)[0] ^= 1
+    assert world.rows.drop_damaged("p", ["a"], ["x"]), "blocks from the journal are verified as well"
+    assert world.rows.damaged == 2
+
+
+def test_blocks_are_not_compared_unless_that_is_asked_for() -> None:
+    world = World()
+    world.put("a", n=7, data=True)
+    recorded(world)
+    (block,) = world.ledger.blocks_of("p", ["a"], ["x"])
+    world.bytes_of(block.ref.span)[3] ^= 0x10
+    assert not world.rows.drop_damaged("p", ["a"], ["x"])
 
 
 def test_a_load_waits_for_memory_and_goes_before_puts() -> None:
@@ -217,13 +258,45 @@ def test_a_load_waits_for_memory_and_goes_before_puts() -> None:
         world.capacity.give(ref.span)
     full = [world.capacity.take(unit, 4096) for unit in range(2)]
     ended: list[RLError | None] = []
-    world.rows.load(world.ledger.on_disk("p", ["a"], ["x"]), ended.append)
+    world.rows.loads.start(world.ledger.on_disk("p", ["a"], ["x"]), ended.append)
     world.reads[0][1]((record,))
     assert ended == []
     assert full[1] is not None
     world.capacity.give(full[1])
-    world.rows.continue_loading()
+    world.rows.loads.continue_loading()
     assert (ended, places(world, "a")) == ([None], [7])
+
+
+def test_a_load_that_was_left_does_not_hold_up_others() -> None:
+    world = World()
+    records: list[PutRecord] = []
+    for key in "abc":
+        world.put(key, n=7, data=True)
+        records.append(recorded(world))
+    world.ledger.unload("p", ["a", "b", "c"])
+    for ref in world.ledger.blocks.take_released():
+        world.capacity.give(ref.span)
+    blocks = [world.capacity.take(unit, 4096 - 64 * (unit == 1)) for unit in range(2)]
+    assert None not in blocks
+    ended: list[tuple[str, RLError | None]] = []
+    loads = world.rows.loads
+    first = loads.start(np.array([1, 2]), lambda error: ended.append(("first", error)))
+    unread = loads.start(np.array([3]), lambda error: ended.append(("unread", error)))
+    loads.start(np.array([3]), lambda error: ended.append(("last", error)))
+    world.reads[0][1]((records[0], replace(records[1], columns={PAYLOAD: bytes(128)})))
+    world.reads[2][1]((records[2],))
+    assert ended == []
+    held = Occupancy(partitions={}, reserved={}, read={}, waiting=0, waiting_bytes=0)
+    assert isinstance(loads.late(unread, "p", 1.0, held), PlaneTimeout)
+    late = loads.late(first, "p", 1.0, held)
+    assert isinstance(late, CapacityTimeout)
+    assert "needs 128 bytes in one piece for the next of 2 puts (192 bytes in all)" in str(late)
+    assert "storage unit 1 holds 4032 of 4096 bytes (64 free, 64 in one piece), storage unit 0 holds 4096" in str(late)
+    loads.leave(first)
+    loads.leave(unread)
+    loads.continue_loading()
+    world.reads[1][1]((records[2],))
+    assert (ended, places(world, "c")) == ([("last", None)], [7])
 
 
 def test_rows_that_were_cleared_while_they_were_read_stay_away() -> None:
@@ -234,7 +307,7 @@ def test_rows_that_were_cleared_while_they_were_read_stay_away() -> None:
     for ref in world.ledger.blocks.take_released():
         world.capacity.give(ref.span)
     ended: list[RLError | None] = []
-    world.rows.load(world.ledger.on_disk("p", ["a"], ["x"]), ended.append)
+    world.rows.loads.start(world.ledger.on_disk("p", ["a"], ["x"]), ended.append)
     world.clear("a")
     world.reads[0][1]((record,))
     assert (ended, world.capacity.used) == ([None], 0)
@@ -246,9 +319,9 @@ def test_a_load_that_can_never_fit_fails() -> None:
     record = replace(recorded(world), columns={PAYLOAD: bytes(5000)})
     world.ledger.unload("p", ["a"])
     ended: list[RLError | None] = []
-    world.rows.load(world.ledger.on_disk("p", ["a"], ["x"]), ended.append)
+    world.rows.loads.start(world.ledger.on_disk("p", ["a"], ["x"]), ended.append)
     world.reads[0][1]((record,))
     assert "raise TransferQueueConfig.capacity_mb" in str(ended[0])
-    world.rows.load(np.array([1]), ended.append)
+    world.rows.loads.start(np.array([1]), ended.append)
     world.reads[1][1](OutputError("broken"))
     assert str(ended[1]) == "broken"

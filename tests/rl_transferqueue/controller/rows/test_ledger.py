@@ -102,7 +102,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.content[block.offset] = {(f, i): (self.puts, i) for f in fields for i in range(len(keys))}
         generations, served = self.ledger.commit("p", tuple(keys), tags, block, header)
         self.serve(served)
-        for key, generation in zip(keys, generations.tolist(), strict=True):
+        for key, generation in zip(keys, map(int, generations), strict=True):
             assert self.generations.setdefault(key, generation) == generation
         self.changed.update(keys)
 

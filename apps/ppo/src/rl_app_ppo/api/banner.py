@@ -29,7 +29,7 @@ def described(config: AppConfig) -> dict[str, str]:
         "actor": f"{_optimizer(config.actor.optim)}, mini-batches of {config.actor.ppo_mini_batch_size} prompts, "
         f"clip {config.actor.clip_ratio_low:g} / {config.actor.clip_ratio_high:g}",
         **({"critic": _optimizer(config.critic.optim)} if needs_critic(config.algorithm) else {}),
-        **({"old log-probs": _old_log_probs(config.algorithm)} if config.algorithm.rl_coef else {}),
+        **({"old log-probs": _old_log_probs(config.algorithm)} if config.algorithm.trains_policy else {}),
         "task": _task(config),
         "reward": config.reward.function,
         "rollout": f"{rollout.name} in {rollout.dtype}, {rollout.session}, at most {rollout.response_length} tokens per response, "
@@ -54,6 +54,8 @@ def _losses(config: AppConfig) -> str:
         parts.append(f"{algorithm.sft_coef:g} x cross-entropy of the data's answers ({config.data.answer_key})")
     if algorithm.echo_coef:
         parts.append(f"{algorithm.echo_coef:g} x cross-entropy of observations")
+    if algorithm.by_source:
+        parts.append(f"by source {', '.join(algorithm.by_source)}")
     return " + ".join(parts)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from rl_app_ppo.api.command_console import RunConsole
 from rl_app_ppo.api.data_argument import Data, check_data, data_files
 from rl_app_ppo.api.launch import launch
 from rl_app_ppo.api.model_argument import Pretrained, check_model, model_path
@@ -83,7 +84,7 @@ def train(
     arguments = _Arguments(model, tokenizer, train_dataset, val_dataset, reward, reward_weights)
     with quiet_libraries() if quiet else nullcontext():
         allowed = given_files(map(Path, trust), "trust")
-        return _train(arguments, _layers(options, settings), allowed, Console(highlight=False, quiet=quiet))
+        return _train(arguments, _layers(options, settings), allowed, RunConsole(highlight=False, quiet=quiet))
 
 
 def _train(arguments: _Arguments, layers: Sequence[Source], trusted: Mapping[str, str], out: Console) -> TrainResult:

@@ -62,7 +62,8 @@ def run_training(
         _finish_removal(RunFiles(folder=folder.resolve()))
         out.print(Text("\n".join(start.notes)), soft_wrap=True)
         return TrainResult.of(RunFiles(folder=folder.resolve()), steps)
-    created = create_run_folder(folder, resume=config.trainer.resume_mode == "auto")
+    trainer = config.trainer
+    created = create_run_folder(folder, resume=trainer.resume_mode == "auto", named=bool(trainer.run_name))
     files = RunFiles(folder=created.path.resolve())
     screen, policy, began = Screen(out), RestartPolicy(config.restart), time.perf_counter()
     attempts = Attempts(

@@ -104,6 +104,7 @@ class AppSubject:
             "placement=separate",
             "ray.start_timeout_s=200",
             "transfer_queue.durability=commit",
+            "transfer_queue.verify=true",
             f"async_rl.max_staleness={self._max_staleness}",
         ]
 

@@ -87,7 +87,9 @@ async def _run(run: PlaneRun, events: EventLog, sockets: dict[str, Path]) -> Non
     checkpoint, skipped = newest_whole(run.checkpoints)
     done = checkpoint.manifest.step if checkpoint is not None else 0
     logging.getLogger(__name__).info("starts after step %d; skipped checkpoints: %s", done, skipped)
-    settings = TransferQueueConfig(capacity_mb=32, segment_mb=1, durability="commit", journal_dir=str(run.journal))
+    settings = TransferQueueConfig(
+        capacity_mb=32, segment_mb=1, durability="commit", journal_dir=str(run.journal), verify=True
+    )
     check_journal(run.journal, wait_s=_LOCK_S)
     events.write(Event(kind="begin", name="driver", number=done))
     async with AsyncExitStack() as stack:

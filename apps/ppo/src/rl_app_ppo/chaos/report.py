@@ -10,7 +10,7 @@ import msgspec
 from rich.table import Table
 
 from rl_app_ppo.chaos.judge import Kind, Outcome
-from rl_app_ppo.chaos.schedule import APP_CELLS, PLANE_CELLS, Fault, Victim
+from rl_app_ppo.chaos.schedule import APP_CELLS, NOT_KILLED_AT, PLANE_CELLS, Fault, Victim
 from rl_protocol import ConfigError
 from rl_protocol.errors import UNREADABLE
 from rl_protocol.support.disk_writes import write_errors
@@ -113,7 +113,7 @@ def points(outcomes: Sequence[Outcome]) -> Table:
         runs.update(reached)
         failed.update(reached if not one.good else ())
     table = Table("killed at", "runs")
-    for point in FaultPoint:
+    for point in (point for point in FaultPoint if point not in NOT_KILLED_AT):
         table.add_row(point.value, _cell(runs[point], failed[point]))
     return table
 

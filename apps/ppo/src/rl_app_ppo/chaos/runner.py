@@ -171,7 +171,7 @@ class Runner:
         planned = self._schedule.strikes[place] if place is not None else None
         if planned is None or planned.point is None:
             return {}
-        flips = planned.fault is Fault.FLIP_WEIGHTS
+        flips = planned.fault in (Fault.FLIP_WEIGHTS, Fault.FLIP_MEMORY)
         return armed_for(planned.point, planned.passes, self._reached, seconds=planned.seconds, flips=flips)
 
     def _due(self) -> int | None:

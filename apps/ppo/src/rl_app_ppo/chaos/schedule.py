@@ -46,6 +46,8 @@ class Fault(StrEnum):
     on the kernel holds as few bytes as it can of what it sends."""
     FLIP_WEIGHTS = "byte of weights"
     """A byte of the weights changes between the trainer and the rollouts."""
+    FLIP_MEMORY = "byte of memory"
+    """A byte of a put changes in the memory of a storage unit, after the put is durable."""
     CLOCK = "clock jump"
     """The clock of its leases jumps ahead by more than a lease."""
     FLIP_SEGMENT = "byte of a segment"
@@ -102,6 +104,7 @@ PLANE_CELLS: tuple[tuple[Victim, Fault], ...] = (
     *product(_ONE, (Fault.CUT, Fault.SLOW_LINK)),
     (Victim.DRIVER, Fault.CLOCK),
     *product((Victim.ALL,), FLIPS),
+    (Victim.STORAGE, Fault.FLIP_MEMORY),
 )
 """Every victim with every fault that it can have: only these write files of the run, and files are
 changed while no process is there."""
@@ -116,6 +119,7 @@ _POINTS = {
     FaultPoint.JOURNAL_APPENDED: (Victim.CONTROLLER, 100),
     FaultPoint.JOURNAL_PAYLOAD_SYNCED: (Victim.CONTROLLER, 100),
     FaultPoint.JOURNAL_COMMITTED: (Victim.CONTROLLER, 100),
+    FaultPoint.ROWS_IN_MEMORY: (Victim.STORAGE, 30),
     FaultPoint.SESSIONS_STORED: (Victim.ROLLOUT, 10),
     FaultPoint.SESSIONS_SETTLED: (Victim.ROLLOUT, 10),
     FaultPoint.GROUPS_HALF_CLEARED: (Victim.DRIVER, 2),
@@ -125,9 +129,16 @@ _POINTS = {
     FaultPoint.CHECKPOINT_SEALED: (Victim.DRIVER, 3),
     FaultPoint.CHECKPOINT_PUBLISHED: (Victim.DRIVER, 3),
 }
-"""The process that reaches each point, and how often it does at least in a run without faults."""
-_ONLY_AT = {Fault.FLIP_WEIGHTS: FaultPoint.WEIGHTS_SENT, Fault.CLOCK: FaultPoint.LEASE_CLOCK_READ}
+"""The process that reaches each point, or whose memory is at hand there, and how often at least in
+a run without faults."""
+_ONLY_AT = {
+    Fault.FLIP_WEIGHTS: FaultPoint.WEIGHTS_SENT,
+    Fault.FLIP_MEMORY: FaultPoint.ROWS_IN_MEMORY,
+    Fault.CLOCK: FaultPoint.LEASE_CLOCK_READ,
+}
 """Where faults happen that need a certain point."""
+NOT_KILLED_AT = (FaultPoint.LEASE_CLOCK_READ, FaultPoint.ROWS_IN_MEMORY)
+"""Points that have only another fault."""
 _JUMP_S = 1e5
 _SYNCS = {
     Victim.CONTROLLER: (FaultPoint.JOURNAL_APPENDED, FaultPoint.JOURNAL_PAYLOAD_SYNCED),
@@ -183,7 +194,7 @@ def _point(victim: Victim, fault: Fault, cycle: int, pace: Pace) -> FaultPoint |
         return _SYNCS[victim][cycle % len(_SYNCS[victim])]
     if fault is not Fault.KILL:
         return None
-    never = {FaultPoint.LEASE_CLOCK_READ}
+    never = {*NOT_KILLED_AT}
     if (victim, Fault.FLIP_WEIGHTS) not in pace.cells:
         never.add(FaultPoint.WEIGHTS_SENT)
     points = [None, *(point for point, (by, _) in _POINTS.items() if by is victim and point not in never)]

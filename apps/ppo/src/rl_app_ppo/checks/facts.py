@@ -1,4 +1,4 @@
-"""What the checks look at, found out on first use."""
+"""Facts about a configuration and this machine, which the checks read; computed on first use."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from rl_app_ppo.inputs.tokenizer import load_tokenizer, vision_of
 from rl_app_ppo.outputs.resume import Start, find_start
 from rl_ckpt_engine import CheckpointEngine, PluginPolicy
 from rl_trainer import StepGraph, build_graph
+from rl_trainer.data.model_families import RoutedLayers
 from rl_trainer.data.validation_split import PreparedPrompts
 
 
@@ -84,6 +85,12 @@ class Facts:
             if path is None
             else read_json(path / "config.json", str(path))
         )
+
+    @cached_property
+    def routed_layers(self) -> RoutedLayers | None:
+        """The layers of the model whose experts can be replayed; None: it has none."""
+        path = self.described
+        return None if path is None else RoutedLayers.of(read_json(path / "config.json", str(path)))
 
     @cached_property
     def context(self) -> int:

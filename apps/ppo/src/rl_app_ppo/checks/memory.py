@@ -15,15 +15,19 @@ from rl_app_ppo.checks.role_memory import lasting_bytes
 from rl_app_ppo.config.placement import Role, shares_weights, worker_groups
 from rl_app_ppo.config.schema import AppConfig
 from rl_protocol import ConfigError, SameLength
+from rl_protocol.rl_columns import ROUTED
 from rl_trainer import StepGraph
 from rl_trainer.algorithms.staleness_policy import StalenessPolicy
 from rl_trainer.config.lora import LoraConfig
+from rl_trainer.data.model_families import RoutedLayers
 from rl_trainer.workers.columns import REFERENCE_TOP, TRAINER_SCHEMA
 
 _PROMPT_TOKEN = 8
 """Bytes of a prompt token in the data plane."""
 _KEPT_WORDS = 64
 """Words of a set that top-p keeps, which a flat distribution exceeds."""
+_EXPERT_ID = 2
+"""Bytes of the number of an expert in the data plane."""
 _HEADROOM = 1.1
 """Blocks do not span storage units, so the free space of several units is not contiguous."""
 
@@ -64,11 +68,18 @@ def _shapes(model: Path) -> Iterator[tuple[str, Sequence[int]]]:
             with path.open("rb") as file:
                 size = int.from_bytes(file.read(8), "little")
                 header: dict[str, dict[str, Any]] = json.loads(file.read(min(size, 100_000_000)))
+            held = path.stat().st_size
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"model.path={str(model)!r}: {path.name} is no readable safetensors file: {error}"
             ) from error
-        yield from ((name, entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        whole = 8 + size + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+        if held != whole:
+            raise ConfigError(
+                f"model.path={str(model)!r}: {path.name} has {held} bytes, and its header says {whole}. Copy or download the folder again."
+            )
+        yield from ((name, entry["shape"]) for name, entry in tensors.items())
 
 
 def needed_bytes(
@@ -126,7 +137,9 @@ def check_memory(
         )
 
 
-def step_bytes(config: AppConfig, graph: StepGraph, longest: int, validation_rows: int) -> int:
+def step_bytes(
+    config: AppConfig, graph: StepGraph, longest: int, validation_rows: int, routed: RoutedLayers | None = None
+) -> int:
     """Most bytes that a step can take in the data plane, without images.
 
     Of the tokens that top-p keeps without top-k it counts _KEPT_WORDS for each token.
@@ -137,6 +150,7 @@ def step_bytes(config: AppConfig, graph: StepGraph, longest: int, validation_row
         graph: the stages of a step.
         longest: tokens of the longest prompt.
         validation_rows: rows of the validation set, which is rolled out as a whole.
+        routed: layers of the model that have experts; None: it has none.
     """
     rollout, batch = config.rollout, config.data.train_batch_size
     words = rollout.top_k or _KEPT_WORDS
@@ -151,6 +165,9 @@ def step_bytes(config: AppConfig, graph: StepGraph, longest: int, validation_row
         * (responses * widths["rollout"] + rollout.n * (sum(widths.values()) - widths["rollout"]))
     )
     train += batch * rounds * longest * _PROMPT_TOKEN
+    if routed is not None and any(ROUTED in stage.writes for stage in graph.stages):
+        rows = batch * rollout.n * (rounds if ROUTED in graph["rollout"].writes else 1)
+        train += rows * (longest + rollout.response_length) * routed.layers * routed.top_k * _EXPERT_ID
     validated = rollout.val_kwargs.n * rollout.response_length * widths["rollout"] + longest * _PROMPT_TOKEN
     batches = StalenessPolicy.of(config.async_rl, batch).capacity // batch
     return train * batches + validation_rows * validated if batches > 1 else max(train, validation_rows * validated)

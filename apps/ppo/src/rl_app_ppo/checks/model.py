@@ -12,11 +12,12 @@ from rl_app_ppo.config.presets import NO_PRESET, of_demo
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.config.training_backends import TRAINING_BACKENDS
 from rl_app_ppo.demo.demos import DEMOS
+from rl_app_ppo.inputs.megatron_model import check_megatron_model
 from rl_app_ppo.inputs.tokenizer import load_tokenizer
 from rl_protocol import ConfigError
 from rl_trainer import needs_critic
 from rl_trainer.config.adapter_folder import check_adapter
-from rl_trainer.data.model_families import why_padded
+from rl_trainer.data.model_families import ROUTED_FAMILIES, why_padded
 from rl_trainer.rewards import parse_terms
 from rl_trainer.rewards.scorer_toml import RewardModelConfig, is_scorer_toml, read_scorer_toml
 
@@ -33,7 +34,9 @@ def check_model(facts: Facts) -> None:
             _check_sight(config, path)
         _check_padding(config, path)
         _check_targets(config, path)
+        check_megatron_model(config, path)
     _check_adapter(config, path, sees_images=facts.sees_images)
+    _check_experts(facts)
     config.generator.check_model(facts.model_config, config.rollout)
     if path is not None:
         _check_demo(config, path)
@@ -75,7 +78,7 @@ def check_models_fit(facts: Facts) -> None:
     config, path = facts.config, facts.model
     if path is None or facts.elsewhere:
         return
-    on_gpu: set[Role] = {role for process in facts.planned if process.gpus for role in process.roles}
+    on_gpu: set[Role] = {role for process in facts.planned if process.uses_gpus for role in process.roles}
     weights, trained = parameters(path), trained_parameters(path, config.lora)
     teacher = given_reference(config)
     reference = None if teacher is None else parameters(teacher)
@@ -132,20 +135,53 @@ def _check_adapter(config: AppConfig, path: Path | None, *, sees_images: bool) -
         )
 
 
+def _check_experts(facts: Facts) -> None:
+    """Check that the model has experts that can be replayed."""
+    replay, path = facts.config.algorithm.router_replay, facts.config.model.path
+    if replay != "disabled" and facts.routed_layers is None:
+        named = (
+            f"model.path={path!r}, of model_type={facts.model_config.get('model_type')!r}" if path else "the demo model"
+        )
+        raise ConfigError(
+            f"algorithm.router_replay={replay} needs a model with experts, of model_type {', '.join(ROUTED_FAMILIES)}; got {named}. Set "
+            "algorithm.router_replay=disabled, or another model.path."
+        )
+
+
 def _check_targets(config: AppConfig, path: Path) -> None:
-    """Check that the model has the modules that get adapters; those of experts get none."""
+    """Check that the model has the modules that get adapters, and that those of experts can."""
     weights = [name.split(".") for name in matrices(path)]
     if not config.lora.rank or not weights:  # they are in no safetensors file
         return
     present = {parts[-1] for parts in weights if "experts" not in parts}
-    missing = [name for name in config.lora.targets() if name not in present]
-    if not missing:
+    inside = {parts[-1] for parts in weights if "experts" in parts} - present
+    targets = config.lora.targets()
+    missing = [name for name in targets if name not in present | inside]
+    of_experts = [name for name in targets if name in inside]
+    reason = _why_not_experts(config) if of_experts else ""
+    if not missing and not reason:
         return
-    left = [name for name in config.lora.targets() if name in present]
-    inside = {parts[-1] for parts in weights if "experts" in parts}
-    why = "of experts, which get no adapters" if inside.issuperset(missing) else "which this model does not have"
+    left = [name for name in targets if name in present or (name in inside and not reason)]
+    why = "which this model does not have" if missing else f"of experts, {reason}"
     remedy = f"lora.target_modules=[{','.join(left)}]" if left else "lora.rank=0"
-    raise ConfigError(f"lora.target_modules names {', '.join(missing)}, {why}. Set {remedy}.")
+    raise ConfigError(f"lora.target_modules names {', '.join(missing or of_experts)}, {why}. Set {remedy}.")
+
+
+def _why_not_experts(config: AppConfig) -> str:
+    """Why experts get no adapters under these settings; empty: they do."""
+    if not config.backend.adapts_experts:
+        return f"whose adapters need model_engine=torch or fsdp; got {config.model_engine}"
+    if config.model_engine == "torch" and config.engine.computes_in != "float32":
+        return f"whose adapters need torch.param_dtype=float32 or model_engine=fsdp; got {config.engine.computes_in}"
+    if config.lora.dropout:
+        return "for which peft says: lora.ParamWrapper does not work with lora_dropout != 0"
+    if config.lora.use_dora:
+        return "for which peft says: lora.ParamWrapper does not work with use_dora=True"
+    if needs_critic(config.algorithm) and config.critic.use_lora:
+        return "whose adapters need critic.use_lora=false"
+    if config.rollout.name != "hf" and not config.lora.merge:
+        return f"whose adapters need rollout.name=hf or lora.merge=true; got rollout.name={config.rollout.name}"
+    return ""
 
 
 def _check_padding(config: AppConfig, path: Path) -> None:

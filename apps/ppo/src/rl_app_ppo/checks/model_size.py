@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,15 @@ from rl_app_ppo.checks.role_memory import ModelSize
 from rl_app_ppo.demo.model import model_config
 from rl_app_ppo.demo.settings import ModelSettings
 from rl_protocol import ConfigError
+from rl_trainer.backends.experts.adapters import adapted_experts
 from rl_trainer.backends.loading import layer_names
 from rl_trainer.backends.output_head import OutputHead
 from rl_trainer.config.lora import LoraConfig
 
 _SHAPES = "rl_app_ppo_shapes"
 """Name for `attn_implementation` and `experts_implementation`."""
+_OF_EXPERTS = ".experts."
+"""In the names of their weights."""
 _DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 
@@ -42,6 +46,12 @@ def model_size(path: Path | None, lora: LoraConfig) -> ModelSize:
     linear = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     covered = [module for name, module in linear.items() if lora.rank and lora.covers(name)]
     adapters = sum(lora.rank * (module.in_features + module.out_features) for module in covered)
+    if lora.rank:
+        shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+        adapters += sum(
+            lora.rank * math.prod((shapes[name][0], sum(shapes[name][1:])))
+            for name in adapted_experts(shapes.items(), lora)
+        )
     output, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -57,6 +67,7 @@ def model_size(path: Path | None, lora: LoraConfig) -> ModelSize:
         vocabulary=text.vocab_size,
         chunked=not any(module is output for module in covered) and OutputHead.of(model) is not None,
         activations=lambda tokens, element: _kept_bytes(_shapes(config, _DTYPES[element]), tokens),
+        experts=sum(weight.numel() for name, weight in model.named_parameters() if _OF_EXPERTS in name),
     )
 
 

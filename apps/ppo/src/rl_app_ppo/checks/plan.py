@@ -1,4 +1,4 @@
-"""What a run would start, with its memory by estimate (`rl plan`). Imports torch."""
+"""The processes that a run would start, with estimates of their memory (`rl plan`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import msgspec
 
 from rl_app_ppo.checks.facts import Facts
 from rl_app_ppo.checks.memory import shown_bytes
-from rl_app_ppo.checks.model_size import model_size
 from rl_app_ppo.checks.registry import Finding, findings, planned_step_bytes
 from rl_app_ppo.checks.role_memory import ModelSize, role_bytes
 from rl_app_ppo.config.hosts import units_join
@@ -27,7 +26,8 @@ class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
         count: how many there are.
         host: their host, from 1.
         roles: of each.
-        gpus: of each.
+        gpus: of each, of its own.
+        shared_gpus: of each, which are those of the actor's ranks.
         cpus: that Ray reserves for each.
         memory: bytes of each by role and part, by estimate.
     """
@@ -36,6 +36,7 @@ class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
     host: int
     roles: tuple[str, ...]
     gpus: int
+    shared_gpus: int = 0
     cpus: float
     memory: dict[str, dict[str, int]]
 
@@ -84,14 +85,17 @@ def make_plan(config: AppConfig, plugins: PluginPolicy) -> Plan:
     those of this machine. Of the model it needs config.json alone.
 
     Raises:
-        ConfigError: the model can't be planned, a package is missing, or there are too few GPUs.
+        ConfigError: the model can't be planned, a package is missing, there are too few GPUs, or
+            the limit of the address space is too low.
     """
     gpus = config.trainer.n_gpus_per_node
     facts = Facts(config, plugins, gpus if gpus > 0 else None)
     checks = tuple(findings(facts, "plan"))
     for found in checks:
-        if found.what in ("engines", "devices") and found.level == "error":
+        if found.what in ("address space", "engines", "devices") and found.level == "error":
             raise ConfigError(found.text)
+    from rl_app_ppo.checks.model_size import model_size  # torch, which the address space has room for
+
     size = model_size(facts.described, config.lora)
     teacher = described_reference(config)
     sizes: dict[Role, ModelSize] = {} if teacher is None else {"ref": model_size(teacher, LoraConfig())}
@@ -106,10 +110,16 @@ def make_plan(config: AppConfig, plugins: PluginPolicy) -> Plan:
                 host=host + 1,
                 roles=roles,
                 gpus=gpus,
+                shared_gpus=shared,
                 cpus=config.ray.cpus_per_worker,
-                memory={role: dict(role_bytes(role, config, sizes.get(role, size), on_gpu=gpus > 0)) for role in roles},
+                memory={
+                    role: dict(role_bytes(role, config, sizes.get(role, size), on_gpu=gpus + shared > 0))
+                    for role in roles
+                },
             )
-            for (host, roles, gpus), count in Counter((p.host, p.roles, p.gpus) for p in facts.planned).items()
+            for (host, roles, gpus, shared), count in Counter(
+                (p.host, p.roles, p.gpus, len(p.lenders)) for p in facts.planned
+            ).items()
         ),
         gpu_memory=facts.gpu_bytes,
         data_plane_bytes=planned_step_bytes(facts),
@@ -126,7 +136,10 @@ def plan_text(plan: Plan) -> str:
     ]
     for process in plan.processes:
         host = f"host {process.host}: " if plan.hosts > 1 else ""
-        device = f"{process.gpus} GPU{'s' if process.gpus > 1 else ''}" if process.gpus else "CPU"
+        gpus = process.gpus + process.shared_gpus
+        device = (
+            f"{gpus} GPU{'s' if gpus > 1 else ''}{' of the actor' if process.shared_gpus else ''}" if gpus else "CPU"
+        )
         lines.append(
             f"{host}{f'{process.count} x ' if process.count > 1 else ''}{'+'.join(process.roles)}: {device}, "
             f"{process.cpus:g} CPUs reserved, {shown_bytes(process.bytes)}"

@@ -59,6 +59,7 @@ def _address(given: str) -> str:
         return given
     from ray._private.services import get_ray_address_from_environment  # takes a second to import
 
+    _enable_token()
     try:
         return get_ray_address_from_environment(given, None)
     except ConnectionError as error:
@@ -66,6 +67,20 @@ def _address(given: str) -> str:
             f"ray.address=auto finds no Ray cluster: none runs on this machine, and {_ADDRESS} is not set. Start one (ray start --head), or "
             f"give its host:port; ray.address={LOCAL} starts Ray for this run alone."
         ) from error
+
+
+def _enable_token() -> None:
+    """Answer a cluster with the user's token, as ray.init(address="auto") does later.
+
+    `ray start` requires the token of ~/.ray/auth_token where there is one, and a Ray that starts
+    for a run writes it.
+    """
+    setup: Any = import_module("ray._private.authentication.authentication_token_setup")
+    setup.logger.disabled = True  # its warning is for who starts a cluster
+    try:
+        setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    finally:
+        setup.logger.disabled = False
 
 
 def _speaks_http2(host: str, port: int) -> bool:
@@ -88,8 +103,8 @@ def _same_version(address: str) -> str:
         )
     except RayError as error:
         raise ConfigError(
-            f"The cluster of ray.address={address} refuses this process: {error}. If it requires a token, set RAY_AUTH_MODE=token and "
-            f"RAY_AUTH_TOKEN_PATH as on the cluster; ray.address={LOCAL} starts Ray for this run alone."
+            f"The cluster of ray.address={address} refuses this process: {error}. If it requires a token, set RAY_AUTH_MODE=token, "
+            f"and RAY_AUTH_TOKEN_PATH as on the cluster; there ray.address=auto does that. ray.address={LOCAL} starts Ray for this run alone."
         ) from error
     theirs = json.loads(stored or b"{}")
     ours = {"ray_version": version("ray"), "python_version": platform.python_version()}

@@ -12,13 +12,15 @@ from rl_app_ppo.checks.facts import Facts
 from rl_app_ppo.checks.machine import check_gpus, check_hosts, check_installed_engines, check_network
 from rl_app_ppo.checks.memory import check_plane_size, step_bytes
 from rl_app_ppo.checks.model import check_context, check_model, check_models_fit
+from rl_app_ppo.checks.prompts import check_prompts_are_known
 from rl_app_ppo.checks.ray_clusters import check_address_is_read, check_cluster, check_no_other
 from rl_app_ppo.checks.reference import check_reference, check_teacher_prompt
-from rl_app_ppo.checks.rewards import check_rewards, check_source
+from rl_app_ppo.checks.rewards import check_rewards, check_sources
 from rl_app_ppo.config.devices import idle_gpus
 from rl_app_ppo.config.full_keys import full_keys_in_errors
 from rl_app_ppo.demo.settings import ModelSettings
 from rl_app_ppo.inputs.data import check_answers, longest_teacher_prompt, train_order
+from rl_app_ppo.inputs.demo_model import check_demo_model
 from rl_app_ppo.inputs.tokenizer import session_tokenizer
 from rl_app_ppo.outputs.metric_sinks import check_installed, logger_names
 from rl_app_ppo.outputs.run_folder import check_new, check_room
@@ -113,9 +115,7 @@ def preflight(facts: Facts) -> list[str]:
 
 
 def _rewards_of_rows(facts: Facts) -> None:
-    for rows in facts.data.values():
-        if len(rows):
-            check_source(facts.config.reward, rows[0].data_source)
+    check_sources(facts.config, facts.data)
 
 
 def _data(facts: Facts) -> str:
@@ -154,7 +154,9 @@ def _data_plane(facts: Facts) -> None:
 
 def _room_of_data(facts: Facts) -> None:
     validation = len(facts.data["val"]) if "val" in facts.data else 0
-    check_plane_size(facts.config, step_bytes(facts.config, facts.graph, facts.longest, validation))
+    check_plane_size(
+        facts.config, step_bytes(facts.config, facts.graph, facts.longest, validation, facts.routed_layers)
+    )
 
 
 def planned_step_bytes(facts: Facts) -> int:
@@ -162,7 +164,7 @@ def planned_step_bytes(facts: Facts) -> int:
     config = facts.config
     longest = config.data.max_prompt_length if config.data.train_files else ModelSettings().context
     graph = build_graph(config.algorithm, config.actor, kept=config.rollout.records_kept_sets)
-    return step_bytes(config, graph, longest, 0)
+    return step_bytes(config, graph, longest, 0, facts.routed_layers)
 
 
 def _engines(facts: Facts) -> str | None:
@@ -196,6 +198,11 @@ def _idle_gpus(facts: Facts) -> None:
         raise ConfigError(warning)
 
 
+def _file_size(facts: Facts) -> str:
+    config = facts.config
+    return host.file_size_text(max(config.transfer_queue.unit_bytes, config.trainer.min_free_disk_mb << 20))
+
+
 def _run_folder(facts: Facts) -> str:
     if facts.config.trainer.resume_mode != "auto":
         check_new(facts.folder)
@@ -212,12 +219,20 @@ DOCTOR: frozenset[Command] = frozenset({"doctor"})
 BEFORE: frozenset[Command] = frozenset({"doctor", "run"})
 PLANNED: frozenset[Command] = frozenset({"doctor", "plan"})
 ALL: frozenset[Command] = frozenset({"doctor", "plan", "run"})
-MODEL, DATA = frozenset({"model"}), frozenset({"model", "data"})
+MAPPED, MODEL, DATA = frozenset({"address space"}), frozenset({"model"}), frozenset({"model", "data"})
 
 CHECKS = (
     Check(name="Python", look=lambda _: host.python_text(), used_by=DOCTOR, remedy="uv python install"),
-    Check(name="torch", look=lambda _: host.torch_text(), used_by=DOCTOR, remedy="uv sync"),
-    Check(name="GPUs", look=lambda _: host.gpus_text(), used_by=DOCTOR, remedy="nvidia-smi", level="warning"),
+    Check(name="address space", look=lambda _: host.address_space_text(), used_by=ALL, remedy="ulimit -v unlimited"),
+    Check(name="torch", look=lambda _: host.torch_text(), used_by=DOCTOR, remedy="uv sync", needs=MAPPED),
+    Check(
+        name="GPUs",
+        look=lambda _: host.gpus_text(),
+        used_by=DOCTOR,
+        remedy="nvidia-smi",
+        needs=MAPPED,
+        level="warning",
+    ),
     Check(name="memory", look=lambda _: host.memory_text(), used_by=DOCTOR, remedy="model.path", level="warning"),
     Check(
         name="shared memory",
@@ -287,12 +302,19 @@ CHECKS = (
         remedy="model.path",
     ),
     Check(
+        name="demo model",
+        look=lambda facts: check_demo_model(facts.config),
+        used_by=BEFORE,
+        remedy="model.cache_dir",
+    ),
+    Check(
         name="engines",
         look=_engines,
         fine="their packages are installed",
         used_by=ALL,
         remedy="uv run --extra, model_engine, rollout.name",
     ),
+    Check(name="loopback", look=lambda _: host.loopback_text(), used_by=BEFORE, remedy="ip link set lo up"),
     Check(
         name="network",
         look=lambda facts: check_network(facts.config),
@@ -338,6 +360,15 @@ CHECKS = (
         remedy="transfer_queue.listen, transfer_queue.durability",
     ),
     Check(name="data", look=_data, used_by=BEFORE, remedy="data.train_files, data.val_files", needs=MODEL),
+    Check(
+        name="unknown characters",
+        look=check_prompts_are_known,
+        fine="the tokenizer knows those of the prompts",
+        used_by=BEFORE,
+        remedy="model.path",
+        needs=DATA,
+        level="warning",
+    ),
     Check(
         name="reward of rows",
         look=_rewards_of_rows,
@@ -406,6 +437,12 @@ CHECKS = (
         look=lambda facts: check_room(facts.output, facts.config.trainer.min_free_disk_mb),
         used_by=BEFORE,
         remedy="trainer.output_dir, trainer.min_free_disk_mb",
+    ),
+    Check(
+        name="file size",
+        look=_file_size,
+        used_by=BEFORE,
+        remedy="ulimit -f, transfer_queue.capacity_mb",
     ),
     Check(
         name="run folder",

@@ -1,4 +1,4 @@
-"""The memory of each role of a process by estimate: the one estimate of preflight and --plan."""
+"""Estimates of the memory of each role of a process, for the checks before a run and for --plan."""
 
 from __future__ import annotations
 
@@ -16,8 +16,12 @@ LOGITS_CHUNK = 64 << 20
 """Largest float32 logits that a pass computes at once (`rl_trainer.algorithms.log_probs`)."""
 _LOGITS_COPIES = 4
 """Logits, log-probs, probabilities and their gradient."""
+_CHUNK_COPIES = 3
+"""Log-probs, probabilities or their gradient, and two in bfloat16 (logits, gradient) or none."""
 _KERNELS = 80 << 20
 """Scratch memory and code of kernels on the CPU, and pages of the allocator between tensors."""
+_CODE = 24 << 20
+"""Code and scratch memory of kernels on the CPU alone."""
 _LIVE = 2
 """A pass without gradients holds about half of what a layer keeps for its backward pass."""
 
@@ -38,6 +42,7 @@ class ModelSize:
         chunked: whether passes compute logits in chunks; else they hold those of all tokens.
         activations: bytes that the forward pass of a training step keeps for its backward pass,
             without logits, for tokens per pass and bytes per element.
+        experts: elements of the weights of experts.
     """
 
     weights: int
@@ -50,6 +55,7 @@ class ModelSize:
     vocabulary: int
     chunked: bool
     activations: Callable[[int, int], int]
+    experts: int = 0
 
     @property
     def body(self) -> ModelSize:
@@ -80,7 +86,7 @@ def lasting_bytes(role: Role, config: AppConfig, weights: int, trained: int, *, 
 
 def role_bytes(role: Role, config: AppConfig, size: ModelSize, *, on_gpu: bool = False) -> Mapping[str, int]:
     """`lasting_bytes`, and the most that passes and caches take."""
-    size = size.body if role == "critic" else size
+    size = held_size(role, config, size)
     lasting = lasting_bytes(role, config, size.weights, size.trained, on_gpu=on_gpu)
     match role:
         case "actor" | "critic":
@@ -92,6 +98,17 @@ def role_bytes(role: Role, config: AppConfig, size: ModelSize, *, on_gpu: bool =
             return lasting | _cache(config, size, on_gpu=on_gpu)
         case "reward":
             return lasting
+
+
+def held_size(role: Role, config: AppConfig, size: ModelSize) -> ModelSize:
+    """The sizes without what a role does not have: the output layer of a critic, and the experts
+    that other replicas of a trained model hold."""
+    size = size.body if role == "critic" else size
+    if role == "rollout" or not isinstance(config.engine, MegatronConfig):
+        return size
+    ways = config.engine.expert_model_parallel_size
+    held = size.weights - size.experts + size.experts // ways
+    return replace(size, weights=held, trained=held if size.trained == size.weights else size.trained)
 
 
 def _trained(config: AppConfig, weights: int, trained: int) -> dict[str, int]:
@@ -123,11 +140,18 @@ def _update(
 
 
 def _reference(config: AppConfig, size: ModelSize, *, on_gpu: bool) -> dict[str, int]:
-    """A pass without gradients: a layer at a time."""
+    """A pass without gradients: a layer at a time.
+
+    The first pass leaves small lasting objects in the memory that each block was gathered in, so
+    glibc does not use that for the next block: it is free, and too small for a tensor as large.
+    """
     tokens = _pass_tokens(config, config.actor)
     layer = size.activations(tokens, _element(config)) // (size.layers * _LIVE)
     parts = _gathered(config, size) | {"activations": layer, "logits": _logits(size, tokens)}
-    return parts if on_gpu else parts | {"allocator": _KERNELS}
+    if on_gpu:
+        return parts
+    unused = _element(config) * (size.weights - size.outside) + _CODE if "gathered weights" in parts else _KERNELS
+    return parts | {"allocator": unused}
 
 
 def _gathered(config: AppConfig, size: ModelSize) -> dict[str, int]:
@@ -149,7 +173,7 @@ def _activations(config: AppConfig, size: ModelSize, tokens: int) -> int:
 def _logits(size: ModelSize, tokens: int) -> int:
     """Float32 logits of a pass at a time, and what is computed from them."""
     every = 4 * tokens * size.vocabulary
-    return _LOGITS_COPIES * (min(every, LOGITS_CHUNK) if size.chunked else every)
+    return _CHUNK_COPIES * LOGITS_CHUNK if size.chunked and every > LOGITS_CHUNK else _LOGITS_COPIES * every
 
 
 def _pass_tokens(config: AppConfig, options: ActorConfig | CriticConfig) -> int:

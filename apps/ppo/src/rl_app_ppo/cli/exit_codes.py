@@ -1,7 +1,7 @@
 """Exit codes of the command line, and how errors are printed.
 
 0 success; 1 the run failed, or a conversion loses settings; 2 the command line, the configuration
-or the output folder is wrong; 130 interrupted.
+or the output folder is wrong; 130 interrupted; 141 the reader of what a command prints has ended.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from rl_app_ppo.config.loading import Resolved, options, resolve, unknown_key
 from rl_app_ppo.config.placement import described_groups
 from rl_app_ppo.config.verl_keys.aliases import OLD_LOG_PROB, SPELLINGS
 from rl_app_ppo.outputs.run_folder import files_of
+from rl_protocol import ConfigError
 from rl_protocol.support.option_tree import Option
 from rl_trainer.algorithms.old_log_prob import recompute_reason
 
@@ -101,11 +102,14 @@ def read_side(text: str) -> Resolved:
     Raises:
         ConfigError: it can't be resolved.
     """
-    if text and (folder := Path(text)).is_dir():
-        return resolve([], files_of(folder).config)
-    words = shlex.split(text)
+    if text and (path := Path(text)).exists():
+        return resolve([], files_of(path).config if path.is_dir() else path)
+    try:
+        words = shlex.split(text)
+    except ValueError as error:  # a quotation mark without its other half
+        raise ConfigError(f"{text} can't be read as settings: {error}.") from error
     if len(words) == 1 and "=" not in words[0]:
-        return resolve([], Path(words[0]))
+        raise ConfigError(f'{text} is no folder of a run, no YAML file, and no setting such as "rollout.n=4".')
     return resolve(words)
 
 

@@ -10,12 +10,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from rl_app_ppo.api.command_console import CommandConsole, RunConsole
 from rl_app_ppo.api.launch import launch
 from rl_app_ppo.cli.cluster_files.launch_files import JOB_FLAGS, KINDS, launch_text
 from rl_app_ppo.cli.exit_codes import exit_code
 from rl_app_ppo.cli.explain import difference, explain, keys_text, read_side
 from rl_app_ppo.cli.import_verl import import_verl
 from rl_app_ppo.cli.json_schema import schema_text
+from rl_app_ppo.cli.option_names import dashed_setting
 from rl_app_ppo.cli.trusted import trusting
 from rl_app_ppo.config.loading import load_config, resolve, shown_yaml
 from rl_app_ppo.config.presets import algorithms, presets
@@ -123,7 +125,8 @@ def parse(argv: Sequence[str]) -> Arguments:
             flags["--help" if word == "-h" else word] = (*before, *rest[:count])
             del rest[:count]
         elif word.startswith("-"):
-            raise ConfigError(f"Unknown flag {word!r}; there are {', '.join(FLAGS)}. Settings are given as key=value.")
+            known = f"there are {', '.join(FLAGS)}. Settings are given as key=value."
+            raise ConfigError(dashed_setting([word]) or f"Unknown flag {word!r}; {known}")
         else:
             overrides.append(word)
     return Arguments(tuple(overrides), flags)
@@ -143,7 +146,7 @@ def _listed(described: Mapping[str, str]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    out, err = Console(highlight=False), Console(stderr=True, highlight=False)
+    out, err = CommandConsole(highlight=False), RunConsole(stderr=True, highlight=False)
 
     def work() -> int:
         arguments = parse(sys.argv[1:] if argv is None else argv)
@@ -168,7 +171,7 @@ def _run(arguments: Arguments, out: Console) -> int:
         plan = make_plan(config, plugins)
         out.print(Text(plan_text(plan)), end="", soft_wrap=True)
         return 2 if plan.refused else 0
-    launch(config, plugins, out, before_s=command_age())
+    launch(config, plugins, RunConsole(highlight=False), before_s=command_age())
     return 0
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from rl_app_ppo.config.full_keys import with_full_keys
+from rl_app_ppo.config.loading import options
 from rl_app_ppo.config.presets import ALGORITHM, PRESET, algorithms, presets
 from rl_app_ppo.config.rollout_engines import ROLLOUT_ENGINES
 from rl_app_ppo.outputs.metric_sinks import CONSOLE, SINKS
@@ -73,3 +74,17 @@ def help_of(option: Option) -> str:
     listed = "; ".join(filter(None, (names, group)))
     meaning = with_full_keys(option.spec.help)
     return f"{meaning}: {listed}" if listed else meaning
+
+
+def dashed_setting(words: Iterable[str]) -> str:
+    """What to write in place of a setting that is given like a flag; empty: none is.
+
+    >>> dashed_setting(["algorithm=grpo", "--rollout.n=4"])
+    'Settings have no dashes: write rollout.n=4 in place of --rollout.n=4.'
+    """
+    keys = {option.key for option in options()}
+    for word in words:
+        key, _, value = word.removeprefix("--").partition("=")
+        if word.startswith("--") and key in keys:
+            return f"Settings have no dashes: write {key}={value or 'VALUE'} in place of {word}."
+    return ""

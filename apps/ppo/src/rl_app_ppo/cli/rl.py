@@ -6,14 +6,15 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, ParamSpec
+from typing import Annotated, Any, ParamSpec
 
 import msgspec
 import typer
 import yaml
-from rich.console import Console
 from rich.text import Text
+from typer.core import TyperGroup
 
+from rl_app_ppo.api.command_console import CLOSED, CommandConsole, RunConsole, written_output
 from rl_app_ppo.api.launch import launch
 from rl_app_ppo.chaos.command import chaos
 from rl_app_ppo.cli.bench import bench, speed_text
@@ -25,13 +26,14 @@ from rl_app_ppo.cli.import_verl import import_verl
 from rl_app_ppo.cli.json_schema import schema_text
 from rl_app_ppo.cli.new_package.write import KINDS as PLUGIN_KINDS
 from rl_app_ppo.cli.new_package.write import words_of_file, write_package
+from rl_app_ppo.cli.option_names import dashed_setting
 from rl_app_ppo.cli.report import report
 from rl_app_ppo.cli.samples import SORTS, read_samples, samples_text
 from rl_app_ppo.cli.trusted import trusting
 from rl_app_ppo.config.loading import load_config, resolve, shown_yaml
 from rl_app_ppo.config.presets import demo_words, demos
 from rl_app_ppo.outputs.startup_times import command_age
-from rl_app_ppo.replay.command import Asked, replay
+from rl_app_ppo.replay.command import ReplayOptions, replay
 from rl_app_ppo.watch.follow import follow
 from rl_ckpt_engine import load_policy
 
@@ -45,12 +47,33 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Params = ParamSpec("Params")
 TRAIN, BEFORE, AFTER = "Train", "Before a run", "After a run"
 
+
+class _Commands(TyperGroup):
+    """The commands; names the setting where one is written like a flag."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if wrong := dashed_setting(args):
+            raise typer.BadParameter(wrong)
+        return super().parse_args(ctx, args)
+
+
 app = typer.Typer(
+    cls=_Commands,
     help="Train language models with PPO and GRPO. `rl COMMAND --help` describes one.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def main() -> None:
+    """Run the command. Help whose reader has ended ends with the code of other output."""
+    try:
+        app()
+    except SystemExit as ended:  # rich and typer end with 1
+        if isinstance(ended.__context__, BrokenPipeError):
+            raise SystemExit(CLOSED) from None
+        raise
 
 
 def _coded(command: Callable[Params, None]) -> Callable[Params, None]:
@@ -75,7 +98,7 @@ def _train(
     """Train; without settings the demo, on this machine."""
     plugins = load_policy(allow_unsafe_plugins=allow_unsafe_plugins)
     with trusting(words, trust, _err()):
-        launch(load_config(words or (), config), plugins, _out(), before_s=command_age())
+        launch(load_config(words or (), config), plugins, _terminal(), before_s=command_age())
 
 
 @app.command("demo", rich_help_panel=TRAIN)
@@ -91,7 +114,7 @@ def _demo(
         _print(columns([(demo, what) for demo, (_, what) in demos().items()]))
         return
     with trusting(words, trust, _err()):
-        launch(load_config(demo_words(name, words or ())), load_policy(), _out(), before_s=command_age())
+        launch(load_config(demo_words(name, words or ())), load_policy(), _terminal(), before_s=command_age())
 
 
 @app.command("bench", rich_help_panel=BEFORE)
@@ -320,8 +343,8 @@ def _replay(
 ) -> None:
     """Compute a step again and compare it, or look inside."""
     plugins = load_policy(allow_unsafe_plugins=allow_unsafe_plugins)
-    asked = Asked(run=run, step=step, row=row, field=field, against=against, json=json)
-    if not replay(asked, plugins, _out(), _err()):
+    options = ReplayOptions(run=run, step=step, row=row, field=field, against=against, json=json)
+    if not replay(options, plugins, _out(), _err()):
         raise typer.Exit(1)
 
 
@@ -344,12 +367,16 @@ def _chaos(
         raise typer.Exit(1)
 
 
-def _out() -> Console:
-    return Console(highlight=False)
+def _terminal() -> RunConsole:
+    return RunConsole(highlight=False)
 
 
-def _err() -> Console:
-    return Console(stderr=True, highlight=False)
+def _out() -> CommandConsole:
+    return CommandConsole(highlight=False)
+
+
+def _err() -> RunConsole:
+    return RunConsole(stderr=True, highlight=False)
 
 
 def _print(text: str) -> None:
@@ -357,4 +384,6 @@ def _print(text: str) -> None:
 
 
 def _print_json(value: object) -> None:
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value)).decode() + "\n")
+    with written_output():
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(value)).decode() + "\n")
+        sys.stdout.flush()

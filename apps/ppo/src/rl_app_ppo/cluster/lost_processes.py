@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncGenerator, Awaitable, Generator, Mapping
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, TypeVar
 
 import psutil
 
+from rl_app_ppo.cluster.hung_processes import HungProcesses
 from rl_app_ppo.cluster.ray_errors import reason_of
 from rl_protocol import ConfigError, HangError, OutputError, RLError, WorkerDiedError
 from rl_protocol.support.host.portable import uses_linux
@@ -18,6 +20,9 @@ from rl_protocol.support.host.portable import uses_linux
 T = TypeVar("T")
 _LOOK_S = 1.0
 """Seconds between two looks at processes whose end nothing announces."""
+_THREADS_S = 1.0
+"""Longer than the threads of a process that was killed need to end."""
+_PAUSE_S = 1e-3
 NOTICE_S = 30.0
 """Longer than Ray needs to notice that a host is lost."""
 
@@ -26,34 +31,41 @@ RAY_SERVERS = {"gcs_server": "The GCS server of Ray", "raylet": "The raylet of R
 
 
 @contextmanager
-def named_losses(processes: Mapping[int, str], *, unless: tuple[type[RLError], ...] = ()) -> Generator[None]:
-    """Prefix an error with the processes that ended or are stopped.
+def named_losses(
+    processes: Callable[[], Mapping[int, str]], hung: HungProcesses, *, deaths_named: bool = False
+) -> Generator[None]:
+    """Prefix an error with the processes that ended or are stopped, and that it does not name yet.
 
     Args:
         processes: process id -> description, of processes of this host.
-        unless: more errors that are raised unchanged.
+        hung: those that the run has killed.
+        deaths_named: a WorkerDiedError names those that ended, so only stopped ones are added.
 
     Raises:
         WorkerDiedError: one of them ended or is stopped; names it, how it ended, the stage and the
             error that followed.
-        RLError: unchanged if all of them run, or if it is a ConfigError, a HangError, an
-            OutputError or one of `unless`.
+        RLError: unchanged if all of them run, if it names those that do not, or if it is a
+            ConfigError or an OutputError.
     """
     try:
         yield
-    except (ConfigError, HangError, OutputError, *unless):
+    except (ConfigError, OutputError):
         raise
     except RLError as error:
-        lost = [f"{what} (process {pid}) {how}" for pid, what in processes.items() if (how := fate(pid))]
+        ended = not (deaths_named and isinstance(error, WorkerDiedError))
+        unnamed = {pid: what for pid, what in processes().items() if f"(process {pid})" not in error.message}
+        fates = ((what, pid, hung.end_of(pid) or fate(pid)) for pid, what in unnamed.items() if ended or _stopped(pid))
+        lost = [f"{what} (process {pid}) {how}" for what, pid, how in fates if how]
         if not lost:
             raise
         during = f" during {', '.join(places)}" if (places := _places(error)) else ""
-        raise WorkerDiedError(f"{'; '.join(lost)}{during}. Because of that: {error}") from error
+        kind = type(error) if isinstance(error, WorkerDiedError) else WorkerDiedError  # a limit stays one
+        raise kind(f"{'; '.join(lost)}{during}. Because of that: {error}") from error
 
 
 @asynccontextmanager
 async def named_remote_losses(
-    ends: Mapping[str, asyncio.Future[Any]], *, notice_s: float = NOTICE_S
+    ends: Mapping[str, asyncio.Future[Any]], hung: HungProcesses, *, notice_s: float = NOTICE_S
 ) -> AsyncGenerator[None]:
     """Prefix an error with the processes of other hosts that ended.
 
@@ -61,7 +73,8 @@ async def named_remote_losses(
 
     Args:
         ends: description of a process -> what fails with the reason once Ray has lost the process.
-        notice_s: longest wait, after an error, for Ray to notice.
+        hung: those that the run has killed.
+        notice_s: longest wait, after an error, for Ray to notice; a HangError comes after a wait.
 
     Raises:
         WorkerDiedError: a process ended; names it, the reason, and the error that followed.
@@ -69,12 +82,13 @@ async def named_remote_losses(
     """
     try:
         yield
-    except (ConfigError, HangError, OutputError, WorkerDiedError):
+    except (ConfigError, OutputError, WorkerDiedError):
         raise
     except RLError as error:
-        if ends:
+        if ends and not isinstance(error, HangError):
             await asyncio.wait(ends.values(), timeout=notice_s, return_when=asyncio.FIRST_COMPLETED)
-        lost = [f"{what} has ended ({_reason(end)})" for what, end in ends.items() if end.done()]
+        ended = {what: end for what, end in ends.items() if end.done() or hung.end_by_name(what)}
+        lost = [f"{what} {hung.end_by_name(what) or f'has ended ({_reason(end)})'}" for what, end in ended.items()]
         if not lost:
             raise
         raise WorkerDiedError(f"{'; '.join(lost)}. Because of that: {error}") from error
@@ -118,27 +132,33 @@ def fate(pid: int) -> str:
     """How a process ended, or that it is stopped; empty while it runs."""
     if how := end_of(pid):
         return how
-    try:
-        state = psutil.Process(pid).status()
-    except psutil.NoSuchProcess:
-        return "is gone"
-    stopped = state in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-    return "is stopped (SIGSTOP, or a debugger): SIGCONT lets it run" if stopped else ""
+    return "is stopped (SIGSTOP, or a debugger): SIGCONT lets it run" if _stopped(pid) else ""
+
+
+def _stopped(pid: int) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    return False
 
 
 def end_of(pid: int) -> str:
     """How a process ended; empty while it runs or is stopped."""
     if ended := _end_of_child(pid):
-        killed = ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
-        return (
-            f"was killed by {signal.Signals(ended.si_status).name}" if killed else f"ended with code {ended.si_status}"
-        )
+        return _how(ended)
     try:
         state = psutil.Process(pid).status()
     except psutil.NoSuchProcess:
         return "is gone"
-    # a zombie: its parent has not waited for it
-    return "has ended" if state in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) else ""
+    if state not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+        return ""
+    # a zombie: its parent has not waited for it, which it can once all threads have ended
+    ended = _end_of_child(pid, wait_s=_THREADS_S)
+    return _how(ended) if ended is not None else "has ended"
+
+
+def _how(ended: os.waitid_result) -> str:
+    killed = ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
+    return f"was killed by {signal.Signals(ended.si_status).name}" if killed else f"ended with code {ended.si_status}"
 
 
 def ray_servers() -> dict[int, str]:
@@ -151,11 +171,16 @@ def ray_servers() -> dict[int, str]:
     return found
 
 
-def _end_of_child(pid: int) -> os.waitid_result | None:
-    """How a child of this process ended, which stays to be waited for; macOS does not tell."""
-    if not uses_linux():
-        return None
-    try:
-        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # not a child of this process, or it has been waited for elsewhere
-        return None
+def _end_of_child(pid: int, *, wait_s: float = 0.0) -> os.waitid_result | None:
+    """How a child of this process ended, within so many seconds; it stays to be waited for. macOS
+    does not tell."""
+    deadline = time.monotonic() + wait_s
+    while uses_linux():
+        try:
+            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # not a child of this process, or it has been waited for elsewhere
+            return None
+        if ended is not None or time.monotonic() >= deadline:
+            return ended
+        time.sleep(_PAUSE_S)
+    return None

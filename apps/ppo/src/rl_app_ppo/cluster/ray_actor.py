@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,14 +16,17 @@ from ray._private import state
 from ray.exceptions import RayActorError, RayTaskError, UnserializableException
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rl_app_ppo.cluster.heartbeats import OtherHost, Watched
+from rl_app_ppo.cluster.hung_processes import HungProcesses
 from rl_app_ppo.cluster.lost_processes import ray_servers, unless_ended
 from rl_app_ppo.cluster.ray_errors import plain, reason_of
 from rl_app_ppo.config.placement import Role
 from rl_app_ppo.watchdog.unanswered_calls import CallLog
 from rl_app_ppo.worker.call_socket import CANCELLED, Connection
-from rl_app_ppo.worker.messages import RankNetwork, WarmupProgress
-from rl_app_ppo.worker.process import WorkerProcess, heartbeat_file
+from rl_app_ppo.worker.messages import RankNetwork, WarmupProgress, WorkerPlace
+from rl_app_ppo.worker.process import WorkerProcess
 from rl_protocol import RLError, WorkerDiedError, WorkerError
+from rl_protocol.support.host_identity import this_host
 from rl_protocol.support.rendezvous import RendezvousAddress
 
 _log = logging.getLogger(__name__)
@@ -48,16 +50,21 @@ class RayProcess:
         threads: compute threads; 0: all cores, shared with the processes that compute beside it.
         cpus: CPUs that Ray reserves.
         gpus: GPUs that Ray reserves; the process sees no others.
-        host: options of Ray that choose its node; None: this node if it has GPUs, else any.
+        lenders: processes of its host that have started, or start; it uses their GPUs, too.
+        host: options of Ray that choose its node; None: this node if it has GPUs or lenders, else
+            any.
         calls: notes the calls that wait; None: nothing reads them.
+        others: processes of this host without which the run can't continue, id -> description; it
+            waits for a start no longer than they live.
+        hung: the processes that the run has killed; None: none.
 
     Attributes:
         actor: Ray's handle of the WorkerProcess.
         pid: its process id; 0: it is not ready, or on another host.
-        host: its host's name where that is another host; empty: not ready, or on this one.
+        host: its host where that is another one; None: not ready, or on this one.
         end: of a call that ends only with the process, or when Ray loses it; None: not connected.
-        memory: processes with equal values share memory; empty: not ready.
-        network: processes with equal values reach each other through loopback; empty: not ready.
+        memory: see WorkerPlace; empty: not ready.
+        network: likewise.
     """
 
     def __init__(
@@ -66,29 +73,37 @@ class RayProcess:
         name: str,
         log_path: Path,
         threads: int,
+        *,
         cpus: float = 0.0,
         gpus: int = 0,
+        lenders: Sequence[RayProcess] = (),
         calls: CallLog | None = None,
         host: Mapping[str, Any] | None = None,
+        others: Callable[[], Mapping[int, str]] = dict[int, str],
+        hung: HungProcesses | None = None,
     ) -> None:
         self.name = name
         self.pid = 0
-        self.host = self.memory = self.network = ""
+        self.host: OtherHost | None = None
+        self.memory = self.network = ""
         self.calls = calls or CallLog()
         self.roles = tuple(roles)
         self._log_path = log_path
         self._threads = threads
         self._cpus = cpus
         self._gpus = gpus
+        self._lenders = lenders
         self._host = host
         self._address = ""
         """Of the node, in a run on several hosts."""
         self._built: tuple[bytes, float] | None = None
-        self._folder: Path | None = None
+        self._place: WorkerPlace | None = None
         self._sockets: Path | None = None
         self._connection: Connection | None = None
         self.end: asyncio.Future[bytes] | None = None
         self._servers = ray_servers()
+        self._others = others
+        self._hung = hung or HungProcesses()
         self.actor = self._start()
 
     async def build(self, payload: bytes, *, timeout_s: float) -> None:
@@ -101,6 +116,21 @@ class RayProcess:
         with self.errors("build", timeout_s):
             async with asyncio.timeout(timeout_s):
                 await self.actor.call.remote(self.roles[0], "build", payload)
+
+    async def share_gpus(self) -> None:
+        """Have the process see the GPUs of its lenders, once all of them are ready.
+
+        Raises:
+            WorkerError: see WorkerHandle.call.
+        """
+        if self._lenders:
+            with self.errors("share_gpus"):
+                await self.actor.share_gpus.remote(",".join(lender.gpus for lender in self._lenders))
+
+    @property
+    def gpus(self) -> str:
+        """The GPUs that it sees, as in CUDA_VISIBLE_DEVICES; empty: none, or it is not ready."""
+        return self._place.gpus if self._place is not None else ""
 
     async def rendezvous(self, network: RankNetwork, *, timeout_s: float) -> RendezvousAddress:
         """Have the process listen, as rank 0, for the other ranks of its model.
@@ -132,45 +162,45 @@ class RayProcess:
         except _FAILURES as error:
             raise self._translate(name or self.name, method, error, timeout_s) from None
 
-    async def ready(self, folder: Path, timeout_s: float) -> None:
-        """Wait until the process has started.
-
-        Args:
-            folder: of mode 0700, on this host, for its heartbeat.
-            timeout_s: longest wait.
+    async def ready(self, timeout_s: float) -> None:
+        """Wait until the process has started, at most `timeout_s` seconds.
 
         Raises:
-            WorkerError: it died, did not start within `timeout_s`, or a server of Ray has ended,
-                without which it never starts.
+            WorkerError: it died, did not start within `timeout_s`, or a server of Ray or one of
+                `others` has ended.
         """
-        self._folder = folder
         try:
             async with asyncio.timeout(timeout_s):
-                starting = self.actor.place.remote(str(folder))
-                started = unless_ended(starting, self._servers, f"Worker {self.name} can't start")
-                host, self.memory, self.network, pid = await started
+                starting = self.actor.place.remote()
+                needed = {**self._servers, **self._others()}
+                started = await unless_ended(starting, needed, f"Worker {self.name} can't start")
         except _FAILURES as error:
             if isinstance(error, TimeoutError):
                 raise WorkerError(
                     f"Worker {self.name} did not start within {timeout_s:g} s (ray.start_timeout_s). Its log: {self._log_path}"
                 ) from None
             raise self._translate(self.name, "start", error, timeout_s) from None
-        self.pid, self.host = (pid, "") if host == socket.gethostname() else (0, host)
-        if self._host is not None:
-            node = self.node()
-            self._address = next(one["NodeManagerAddress"] for one in ray.nodes() if one["NodeID"] == node)
+        self._place = place = msgspec.msgpack.decode(started, type=WorkerPlace)
+        self.memory, self.network = place.memory, place.network
+        elsewhere = place.memory != this_host()
+        self.pid, self.host = 0 if elsewhere else place.pid, None
+        if elsewhere or self._host is not None:
+            node, self._address = self._node()
+            if elsewhere:
+                self.host = OtherHost(place.host, place.memory, node, self._address)
 
-    def node(self) -> str:
-        """Ray's id of the node that it runs on."""
+    def _node(self) -> tuple[str, str]:
+        """Ray's id of the node that it runs on, and the address of the node."""
         actor: Any = state.actors(self.actor._actor_id.hex())
-        return actor["Address"]["NodeID"]
+        node = actor["Address"]["NodeID"]
+        return node, next(one["NodeManagerAddress"] for one in ray.nodes() if one["NodeID"] == node)
 
     @property
-    def heartbeat(self) -> Path:
-        """The file of its heartbeat, once it is ready on this host."""
-        assert self.pid, "the process is ready, and on this host"
-        assert self._folder is not None, "ready() was called"
-        return heartbeat_file(self._folder, self.pid)
+    def watched(self) -> Watched | None:
+        """Its heartbeat; None: it is not ready, or has ended."""
+        if self._place is None or (self.end is not None and self.end.done()):
+            return None
+        return Watched(f"Worker {self.name}{self._where}", self._place.pid, Path(self._place.heartbeat), self.host)
 
     async def connect(self, folder: Path) -> None:
         """Send the calls that follow over a Unix socket in this folder of mode 0700.
@@ -242,10 +272,12 @@ class RayProcess:
             WorkerError: as `build`.
         """
         self.kill()
-        self.pid, self.actor = 0, self._start()
-        if self._built is not None and self._folder is not None:
+        self.pid, self._place, self.end = 0, None, None
+        self.actor = self._start()
+        if self._built is not None:
             payload, timeout_s = self._built
-            await self.ready(self._folder, timeout_s)
+            await self.ready(timeout_s)
+            await self.share_gpus()
             await self.build(payload, timeout_s=timeout_s)
         if self._sockets is not None:
             await self.connect(self._sockets)
@@ -261,7 +293,7 @@ class RayProcess:
         options: dict[str, Any] = {"num_cpus": self._cpus, "max_restarts": 0, "max_concurrency": 16}
         if self._host is not None:
             options |= {"num_gpus": self._gpus, **self._host}
-        elif self._gpus:
+        elif self._gpus or self._lenders:
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
             options |= {"num_gpus": self._gpus, "scheduling_strategy": here}
         return _actor_class.options(**options).remote(
@@ -270,13 +302,12 @@ class RayProcess:
 
     @property
     def _where(self) -> str:
-        """Its host, and in a run on several hosts the node, for messages: hosts may have equal
-        names.
+        """Where it runs, for messages: another host, or in a run on several hosts a node of this
+        one.
         """
-        node = f"node {self._address}" if self._address else ""
-        if not self.host:
-            return f" on {node}" if node else ""
-        return f" on {self.host} ({node})" if node else f" on {self.host}"
+        if self.host is not None:
+            return f" on {self.host}"
+        return f" on node {self._address}" if self._address else ""
 
     def _translate(self, name: str, method: str, error: Exception, timeout_s: float | None) -> RLError:
         log = f"Its log: {self._log_path}"
@@ -290,7 +321,10 @@ class RayProcess:
         if isinstance(error, RayActorError) and _CREATION in str(error):  # another one would fail, too
             return WorkerError(f"Worker {name} failed in {method}: {reason_of(error)} {log}")
         if isinstance(error, RayActorError):
-            return WorkerDiedError(f"Worker {name}{self._where} died during {method}: {reason_of(error)} {log}")
+            place = self._place
+            hung = self._hung.end_of(place.pid, self.host) if place is not None else ""
+            reason = f"its process {hung}." if hung else reason_of(error)
+            return WorkerDiedError(f"Worker {name}{self._where} died during {method}: {reason} {log}")
         return WorkerError(
             f"Worker {name} did not answer {method} within {timeout_s:g} s; raise trainer.stage_timeout_s or see its log. {log}"
         )

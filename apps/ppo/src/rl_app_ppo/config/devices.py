@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from rl_app_ppo.config.hosts import GPUS_KEY, NODES_KEY, HostBundle, hosts_of, ranks_together
-from rl_app_ppo.config.placement import MODELS, Role, WorkerGroup, worker_groups
+from rl_app_ppo.config.placement import MODELS, SHARE_GPUS, Role, WorkerGroup, worker_groups
 from rl_app_ppo.config.schema import ALL_GPUS, AppConfig
 from rl_protocol import ConfigError
 from rl_trainer.config.backends import MegatronConfig
@@ -17,13 +17,21 @@ from rl_trainer.rewards.scorer_toml import RewardModelConfig, is_scorer_toml, re
 
 @dataclass(frozen=True, slots=True)
 class PlannedProcess:
-    """A worker process, and the GPUs that no other process of the run uses."""
+    """A worker process, and its GPUs."""
 
     group: WorkerGroup
     rank: int
     gpus: int = 0
+    """Those that it reserves; a process that has `lenders` reserves none."""
     host: int = 0
     """One of trainer.nnodes hosts, from 0."""
+    lenders: tuple[str, ...] = ()
+    """Processes on this host whose GPUs it uses, too: ranks of the actor."""
+
+    @property
+    def uses_gpus(self) -> bool:
+        """Whether it has GPUs, of its own or shared."""
+        return bool(self.gpus or self.lenders)
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -52,7 +60,8 @@ def plan_processes(config: AppConfig, gpus: int) -> tuple[PlannedProcess, ...]:
 
     Raises:
         ConfigError: a setting asks for a GPU where there is none, or there are too few; names the
-            role without one, and the key to change.
+            role without one, and the key to change. Or the ranks that lend their GPUs to a replica
+            are on several hosts.
     """
     several = config.trainer.nnodes > 1
     usable = gpus if config.trainer.n_gpus_per_node == ALL_GPUS else config.trainer.n_gpus_per_node
@@ -71,20 +80,44 @@ def plan_processes(config: AppConfig, gpus: int) -> tuple[PlannedProcess, ...]:
     if usable == 0:
         for asked in needs:
             _check_cpu(asked, config)
-    wanted = [max(need.gpus for need in asked.values()) if usable else 0 for asked in needs]
-    hosts = hosts_of(config, [(process.group, process.rank) for process in planned], wanted, usable)
+    lenders = [_lenders(process, planned, config) for process in planned]
+    wanted = [
+        max(need.gpus for need in asked.values()) if usable and not lent else 0
+        for asked, lent in zip(needs, lenders, strict=True)
+    ]
+    hosts = hosts_of(config, [(process.group, process.rank) for process in planned], wanted, usable, lenders)
     if None in hosts:
         optional = not any(need.setting for asked in needs for need in asked.values())
         raise _too_few(config, planned[hosts.index(None)], _gpus_of(planned, wanted), usable, optional=optional)
+    for process, lent in zip(planned, lenders, strict=True):
+        if len({hosts[i] for i in lent}) > 1:
+            raise ConfigError(
+                f"{SHARE_GPUS}=true: {process.name} needs the GPUs of {', '.join(planned[i].name for i in lent)}, which are on several hosts. "
+                f"Set rollout.tensor_model_parallel_size={len(lent)} to a divisor of the ranks of each host."
+            )
     return tuple(
-        PlannedProcess(process.group, process.rank, n, host or 0)
-        for process, n, host in zip(planned, wanted, hosts, strict=True)
+        PlannedProcess(process.group, process.rank, n, host or 0, tuple(planned[i].name for i in lent))
+        for process, n, host, lent in zip(planned, wanted, hosts, lenders, strict=True)
     )
+
+
+def _lenders(process: PlannedProcess, planned: Sequence[PlannedProcess], config: AppConfig) -> Sequence[int]:
+    """The ranks of the actor, by their place in `planned`, whose GPUs a replica uses, too; none: it
+    has its own.
+    """
+    if not config.rollout.share_gpus or process.roles != ("rollout",):
+        return ()
+    size = config.rollout.tensor_model_parallel_size
+    ranks = [i for i, one in enumerate(planned) if "actor" in one.roles]
+    return ranks[process.rank * size : (process.rank + 1) * size]
 
 
 def described_gpus(planned: Iterable[PlannedProcess]) -> str:
     """The processes with GPUs, and how many each has."""
-    return ", ".join(f"{process.name} {process.gpus}" for process in planned if process.gpus)
+    processes = tuple(planned)
+    own = [f"{process.name} {process.gpus}" for process in processes if process.gpus]
+    lent = [f"{process.name} those of {' and '.join(process.lenders)}" for process in processes if process.lenders]
+    return ", ".join(own + lent)
 
 
 def host_bundles(planned: Sequence[PlannedProcess], cpus: Sequence[float]) -> tuple[HostBundle, ...]:

@@ -47,7 +47,11 @@ class NodeResources:
 
 
 def hosts_of(
-    config: AppConfig, processes: Sequence[tuple[WorkerGroup, int]], gpus: Sequence[int], gpus_per_host: int
+    config: AppConfig,
+    processes: Sequence[tuple[WorkerGroup, int]],
+    gpus: Sequence[int],
+    gpus_per_host: int,
+    lenders: Sequence[Sequence[int]],
 ) -> list[int | None]:
     """The host of each process, from 0; None: no host has enough GPUs left for it.
 
@@ -60,12 +64,15 @@ def hosts_of(
         processes: group and rank of each.
         gpus: GPUs of each.
         gpus_per_host: GPUs of a host that may be used.
+        lenders: earlier processes whose GPUs each uses; it is on the host of the first.
     """
     hosts = list[int | None]()
     left = [gpus_per_host] * config.trainer.nnodes
-    for (group, rank), wanted in zip(processes, gpus, strict=True):
+    for (group, rank), wanted, lent in zip(processes, gpus, lenders, strict=True):
         together = ranks_together(group, config)
-        if rank % together:  # it is with the first rank of its model replica
+        if lent:
+            hosts.append(hosts[lent[0]])
+        elif rank % together:  # it is with the first rank of its model replica
             hosts.append(hosts[-1])
         elif wanted:
             free = (host for host, count in enumerate(left) if count >= wanted * together)

@@ -22,7 +22,15 @@ from omegaconf.errors import OmegaConfBaseException
 from rl_app_ppo.config.full_keys import full_keys_in_errors
 from rl_app_ppo.config.model_path import model_type
 from rl_app_ppo.config.other_trainers import describe_other
-from rl_app_ppo.config.placement import AUTO, check_placement, placement_defaults, resolved_placement
+from rl_app_ppo.config.placement import (
+    AUTO,
+    SHARE_GPUS,
+    TENSOR_PARALLEL,
+    check_placement,
+    placement_defaults,
+    resolved_placement,
+    shared_gpu_defaults,
+)
 from rl_app_ppo.config.plain_yaml import flatten, parse_yaml, read_yaml
 from rl_app_ppo.config.presets import ALGORITHM, NO_PRESET, PRESET, Source, choose, is_file, layer_text, named_presets
 from rl_app_ppo.config.rollout_engines import ROLLOUT_ENGINES
@@ -156,6 +164,7 @@ def _layers_below(given: Sequence[Source]) -> list[Source]:
     ]
     chosen = {key: value for _, values in [*named, *given] for key, value in values.items()}
     engine = get_training_backend(str(chosen.get("model_engine", AppConfig().model_engine)))
+    chosen |= _typed(chosen, (f"{engine.name}.", SHARE_GPUS, TENSOR_PARALLEL))
     ranks = _ranks(engine.name, chosen)
     placement, why = resolved_placement(chosen, ranks)
     beside = placement_defaults(placement, ranks)
@@ -166,6 +175,7 @@ def _layers_below(given: Sequence[Source]) -> list[Source]:
         *_of_old_log_prob(chosen),
         *_of_generator(str(chosen.get("rollout.name", AppConfig().rollout.name))),
         (why, {"placement": placement, **beside}),
+        (f"default of {SHARE_GPUS}=true", shared_gpu_defaults(chosen, ranks)),
         *named,
         (choice.algorithm.origin, {"algorithm.name": choice.algorithm.name}),
         (choice.preset_origin, {PRESET: choice.presets}),
@@ -178,13 +188,19 @@ def _of_models(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def _ranks(engine: str, chosen: Mapping[str, object]) -> int:
-    """Processes that share the actor with these values of the options of its engine."""
-    node, group = _editable(OmegaConf.structured(AppConfig)), f"{engine}."
-    given = [key for key in chosen if key.startswith(group)]
+    """Processes that share the actor with these typed values of the options of its engine."""
+    group = f"{engine}."
+    values = {key.removeprefix(group): value for key, value in chosen.items() if key.startswith(group)}
+    return build(type(getattr(AppConfig(), engine)), values, group).ranks
+
+
+def _typed(chosen: Mapping[str, object], prefixes: tuple[str, ...]) -> dict[str, Any]:
+    """The values of the keys that begin with one of the prefixes, with the types of the schema."""
+    node = _editable(OmegaConf.structured(AppConfig))
+    given = [key for key in chosen if key.startswith(prefixes)]
     for key in given:
         _set(node, key, chosen[key])
-    values = {key.removeprefix(group): _get(node, key) for key in given}
-    return build(type(getattr(AppConfig(), engine)), values, group).ranks
+    return {key: _get(node, key) for key in given}
 
 
 def _padding(engine: TrainingBackendSpec, model: object) -> list[Source]:
@@ -255,7 +271,7 @@ def to_yaml(config: AppConfig) -> str:
     values = dataclasses.asdict(config)
     for group in _hidden_groups(config.model_engine):
         del values[group]
-    return yaml.safe_dump(values, sort_keys=False)
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
 def shown_yaml(config: AppConfig) -> str:
@@ -270,7 +286,7 @@ def shown_yaml(config: AppConfig) -> str:
         default = list(option.default) if isinstance(option.default, tuple) else option.default
         if value != default or not unmet_need(config, option):
             OmegaConf.update(shown, option.key, value)
-    return yaml.safe_dump(OmegaConf.to_container(shown), sort_keys=False)
+    return yaml.safe_dump(OmegaConf.to_container(shown), sort_keys=False, allow_unicode=True)
 
 
 def flat_settings(text: str) -> dict[str, Any]:
@@ -355,7 +371,7 @@ def unknown_key(key: str, known: Sequence[str]) -> ConfigError:
     """An error with the counterpart of another trainer's key, or else the most similar key."""
     of_others = describe(key) or describe_other(key)
     hint = f" {of_others}" if of_others else nearest_key(key, known)
-    return ConfigError(f"Unknown key {key!r}.{hint} See --help for all keys.")
+    return ConfigError(f"Unknown key {key!r}.{hint} `rl explain` lists all keys.")
 
 
 def nearest_key(key: str, known: Sequence[str]) -> str:

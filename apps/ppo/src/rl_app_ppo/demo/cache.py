@@ -14,6 +14,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +71,11 @@ def _put_in_place(fresh: Path, entry: Path, attic: Path) -> None:
     """Rename `fresh` to `entry` unless that is whole; a damaged one moves to `attic`."""
     if is_whole(entry):
         return
-    if entry.is_dir():
-        entry.rename(attic)
-    elif entry.exists():
-        entry.unlink()
+    with suppress(FileNotFoundError):  # another process has just moved it
+        if entry.is_dir():
+            entry.rename(attic)
+        elif entry.exists():
+            entry.unlink()
     try:
         fresh.rename(entry)
     except OSError:

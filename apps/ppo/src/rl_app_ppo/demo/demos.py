@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rl_app_ppo.demo import addition, calculator
+from rl_app_ppo.demo import addition, calculator, countdown
 from rl_app_ppo.demo.addition import Problem, Split
 from rl_app_ppo.demo.calculator_chats import LLAMA3, QWEN, TOOL, Chat
 from rl_app_ppo.demo.tokenizer import VOCABULARY
@@ -92,6 +92,16 @@ DEMOS: Mapping[str, Demo] = {
         careless=lambda problem: [Piece(addition.careless_answer(problem))],
         careless_share=0.75,
         target_probability=0.43,
+    ),
+    "countdown": Demo(
+        title="Countdown (3 5 2 make 17: is answered by 3*5+2)",
+        data_source=countdown.DATA_SOURCE,
+        make_split=countdown.make_split,
+        right=lambda problem: [Piece(countdown.solution(problem))],
+        careless=lambda problem: [Piece(countdown.careless_answer(problem))],
+        vocabulary=(*VOCABULARY, *countdown.WORDS),
+        careless_share=0.7,
+        target_probability=0.25,
     ),
     "calculator": _with_calculator(QWEN),
     "calculator_llama3": _with_calculator(LLAMA3),

@@ -50,10 +50,10 @@ class WarmUpSettings:
 
     It is measured on training problems. A perfectly trained model would reach
     0.30 + 0.70 * (1 - careless_share) = 0.475 with sums and addition, where careless answers can be
-    right, and 1 - careless_share with the calculator.
+    right, and about 1 - careless_share with countdown and the calculator.
     """
     max_steps: int = 400
-    """Most steps; about 200 are usual with addition, 280 with sums."""
+    """Most steps; about 200 are usual with addition and countdown, 280 with sums."""
     batch_size: int = 192
     """Problems per step."""
     careless_share: float = 0.75

@@ -47,7 +47,7 @@ async def hang_watch(
         calls=pool.calls,
         buffers=buffers,
         processes=lambda: {**pool.pids(), **servers},
-        fate=fate,
+        fate=lambda pid: pool.hung.end_of(pid) or fate(pid),
         resources=lambda: f"{pool.cpus_needed:g} CPUs are requested from Ray (ray.cpus_per_worker); {free_cpus()}",
         logs=files.logs,
     )

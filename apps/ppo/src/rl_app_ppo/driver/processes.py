@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from rl_app_ppo.cluster.heartbeats import Watched
+from rl_app_ppo.cluster.host_processes import HostProcesses
 from rl_app_ppo.cluster.local.fork_server import ForkServer
 from rl_app_ppo.cluster.lost_processes import named_losses, ray_servers
-from rl_app_ppo.cluster.plane_units import PlaneUnits
 from rl_app_ppo.cluster.ray_session import ray_session
 from rl_app_ppo.config.hosts import units_join
 from rl_app_ppo.config.model_path import given_model
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.demo.cache import read_facts
-from rl_app_ppo.driver.heartbeat_watch import Watched, heartbeat_watch
+from rl_app_ppo.driver.controller_watch import CONTROLLER, controller_watch, successor_s
+from rl_app_ppo.driver.heartbeat_watch import heartbeat_watch
+from rl_app_ppo.driver.restart_policy import RestartPolicy
 from rl_app_ppo.driver.workers import WorkerPool
 from rl_app_ppo.inputs.demo_model import cached_demo_model
 from rl_app_ppo.outputs.console import Screen
@@ -41,6 +45,8 @@ class ProcessPlan:
     """Which plug-ins of the weight synchronization the operator allows."""
     fork_server: ForkServer | None
     """Forks the workers of a Ray on this machine; None: with ray.address=ADDRESS."""
+    restarts: RestartPolicy | None
+    """Counts the new processes of workers and of the controller; None: there are none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,19 +72,25 @@ async def start_processes(plan: ProcessPlan, stack: AsyncExitStack, screen: Scre
     """
     plane = await _start_servers(plan, stack, screen, startup)
     of_ray = ray_servers()
-    servers = _plane_servers(plane) | of_ray
-    stack.enter_context(named_losses(servers))
+    servers = _plane_servers(plane, plan.config) | of_ray
     pool = WorkerPool(plan.config, plan.files)
+    stack.enter_context(named_losses(lambda: servers, pool.hung))
     await pool.require_resources(screen.note)
     stack.enter_context(closing(pool))
     pool.start()
-    beating = {pid: Watched(servers[pid], file) for pid, file in plane.heartbeats.items()}
-    await stack.enter_async_context(
-        heartbeat_watch(plan.config.restart.heartbeat_s, lambda: beating | pool.heartbeats(), screen.note)
-    )
+    hosts = stack.enter_context(closing(HostProcesses()))
+    if plan.restarts is not None and plane.descriptor.successor_s:
+        await stack.enter_async_context(controller_watch(plane, servers, plan.restarts, pool.hung, screen.note))
+
+    def watched() -> list[Watched]:
+        beating = [Watched(servers.get(pid, CONTROLLER), pid, file) for pid, file in plane.heartbeats.items()]
+        return [*beating, *hosts.units, *pool.heartbeats()]
+
+    heartbeat_s = plan.config.restart.heartbeat_s
+    await stack.enter_async_context(heartbeat_watch(heartbeat_s, watched, hosts, pool.hung, screen.note))
     sockets = stack.enter_context(temporary_folder("rl-app-ppo-"))
-    units = stack.enter_context(closing(PlaneUnits(plane.settings, plan.files.logs)))
-    model_path = await _load_models(plan, pool, units, plane, sockets, screen, startup)
+    with named_losses(pool.worker_pids, pool.hung, deaths_named=True):
+        model_path = await _load_models(plan, pool, hosts, plane, sockets, screen, startup)
     return Started(plane=plane, pool=pool, ray_servers=of_ray, servers=servers, model_path=model_path)
 
 
@@ -102,7 +114,7 @@ async def _start_servers(plan: ProcessPlan, stack: AsyncExitStack, screen: Scree
 async def _load_models(
     plan: ProcessPlan,
     pool: WorkerPool,
-    units: PlaneUnits,
+    hosts: HostProcesses,
     plane: LocalPlane,
     sockets: Path,
     screen: Screen,
@@ -112,8 +124,8 @@ async def _load_models(
     model_path = given_model(plan.config) or await _demo_model(plan.config, pool, screen, startup)
     with startup.phase("workers", f"starting {len(pool)} worker processes"):
         await pool.ready(sockets)
-        if (others := pool.other_hosts(plane.descriptor.host)) and units_join(plane.settings):
-            joining = await units.start(others, plan.config.ray.start_timeout_s)
+        if (others := pool.other_hosts()) and units_join(plane.settings):
+            joining = await hosts.start_units(plane.settings, others, plan.files.logs, plan.config.ray.start_timeout_s)
             await asyncio.to_thread(plane.join, joining)
             screen.note(
                 f"data plane: {plane.settings.num_storage_units} storage units on each of {len(others) + 1} hosts"
@@ -140,7 +152,10 @@ async def _local_plane(plan: ProcessPlan, screen: Screen) -> AsyncGenerator[Loca
     settings = plane_settings(plan.config, plan.files)
     nodes = plan.config.trainer.nnodes
     hosts = nodes + 1 if nodes > 1 else 1  # the driver's may have no workers
-    plane = await asyncio.to_thread(start_local_plane, settings, log_dir=plan.files.logs, hosts=hosts)
+    wait_s = successor_s(settings, plan.restarts)
+    plane = await asyncio.to_thread(
+        start_local_plane, settings, log_dir=plan.files.logs, hosts=hosts, successor_s=wait_s
+    )
     if control := plane.descriptor.controller.control:
         screen.note(f"data plane: listens at {control}")
     try:
@@ -150,9 +165,11 @@ async def _local_plane(plan: ProcessPlan, screen: Screen) -> AsyncGenerator[Loca
         await asyncio.to_thread(plane.close)
 
 
-def _plane_servers(plane: LocalPlane) -> dict[int, str]:
-    """Process id -> description of the data plane's server processes."""
+def _plane_servers(plane: LocalPlane, config: AppConfig) -> dict[int, str]:
+    """Process id -> description of the data plane's server processes, with this host if the run has
+    several."""
     controller, *units = plane.pids
-    names = {controller: "The controller of the data plane"}
-    names |= {pid: f"Storage unit {i} of the data plane" for i, pid in enumerate(units)}
+    where = f" on {socket.gethostname()}" if config.trainer.nnodes > 1 else ""
+    names = {controller: CONTROLLER + where}
+    names |= {pid: f"Storage unit {i} of the data plane{where}" for i, pid in enumerate(units)}
     return {pid: name for pid, name in names.items() if pid != os.getpid()}  # an in-process plane has none

@@ -59,11 +59,16 @@ class RestartPolicy:
         self._clock = clock
         self._times: dict[str, deque[float]] = {}
 
+    @property
+    def allows_any(self) -> bool:
+        """Whether any process is ever replaced."""
+        return self._settings.max_per_hour > 0
+
     def next(self, what: str) -> Restart:
         """Count a restart.
 
         Args:
-            what: is restarted: the name of a worker, or "the run".
+            what: is restarted: the name of a worker, "the run", or "the data plane's controller".
 
         Raises:
             RestartLimitError: there were `restart.max_per_hour` of them in the last hour.

@@ -10,7 +10,6 @@ from rl_app_ppo.cluster.lost_processes import named_losses, named_remote_losses
 from rl_app_ppo.driver.processes import ProcessPlan, start_processes
 from rl_app_ppo.outputs.console import Screen
 from rl_app_ppo.outputs.startup_times import Startup
-from rl_protocol import WorkerDiedError
 from rl_trainer.checkpoints.checkpoint_folder import Checkpoint
 from rl_trainer.checkpoints.kept_batches import KeptBatch
 from rl_trainer.driver.updates.batch_files import BatchTrainer, Retrained
@@ -55,6 +54,6 @@ async def retrain(
             seed=config.trainer.seed,
         )
         trainer = BatchTrainer(plane, updates, config.trainer.stage_timeout_s)
-        with named_losses(pool.model_pids(), unless=(WorkerDiedError,)):
-            async with named_remote_losses(pool.remote_ends()):
+        with named_losses(pool.worker_pids, pool.hung, deaths_named=True):
+            async with named_remote_losses(pool.remote_ends(), pool.hung):
                 return await trainer.train(before, folder, batches)

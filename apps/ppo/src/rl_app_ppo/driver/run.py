@@ -32,7 +32,6 @@ from rl_app_ppo.outputs.run_record import RunRecord
 from rl_app_ppo.outputs.startup_times import Startup
 from rl_app_ppo.outputs.trackers import RunFacts
 from rl_app_ppo.outputs.training_warnings import RewardFailures, TrainingWarnings
-from rl_protocol import WorkerDiedError
 from rl_protocol.ports import DataPlane, MetricSink
 from rl_trainer import PPOTrainer, StepGraph, TrainerParts, Workers
 from rl_trainer.checkpoints.kept_batches import drop_after
@@ -62,7 +61,7 @@ class RunPlan(ProcessPlan):
     record: RunRecord
     """What the driver records."""
     restarts: RestartPolicy
-    """Counts the new processes of workers."""
+    """As in ProcessPlan; always there."""
 
     @property
     def last_step(self) -> int | None:
@@ -123,8 +122,8 @@ async def run(plan: RunPlan, screen: Screen, startup: Startup) -> Recorder:
         trainer = PPOTrainer(_trainer_parts(plan, rollout, plane, buffers, data, hooks))
         async with hang_watch(config.trainer.hang_s, pool, buffers, named_servers, files, screen):
             # the ranks of a model fail with the first of them that dies, and only name its socket
-            with named_losses(pool.model_pids(), unless=(WorkerDiedError,)):
-                async with named_remote_losses(pool.remote_ends()):
+            with named_losses(pool.worker_pids, pool.hung, deaths_named=True):
+                async with named_remote_losses(pool.remote_ends(), pool.hung):
                     await _train(plan, trainer, local_plane, recorder, screen, startup)
                     await pool.close_records()
     return recorder

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
+from rl_app_ppo.cluster.heartbeats import OtherHost, Watched
 from rl_app_ppo.cluster.host_group import HostGroup, cluster_nodes, require_equal_versions
+from rl_app_ppo.cluster.hung_processes import HungProcesses
 from rl_app_ppo.cluster.placement import head_host, node_gpus, require_cpus, require_free_gpus
-from rl_app_ppo.cluster.plane_units import OtherHost
 from rl_app_ppo.cluster.ray_actor import RayProcess, RayWorker
 from rl_app_ppo.config.devices import PlannedProcess, described_gpus, host_bundles, idle_gpus, plan_processes
 from rl_app_ppo.config.hosts import match_nodes
@@ -20,7 +20,6 @@ from rl_app_ppo.config.loading import to_yaml
 from rl_app_ppo.config.model_path import given_adapter, given_reference
 from rl_app_ppo.config.placement import Role, WorkerGroup
 from rl_app_ppo.config.schema import AppConfig
-from rl_app_ppo.driver.heartbeat_watch import Watched
 from rl_app_ppo.outputs.console import Screen
 from rl_app_ppo.outputs.run_folder import RunFiles
 from rl_app_ppo.outputs.startup_times import Startup
@@ -48,6 +47,7 @@ class WorkerPool:
         processes: all processes that were started; that of the first actor is the first, since it
             makes the demo model while the others start.
         calls: the calls of all processes that wait.
+        hung: the processes of the run that were killed since they hung.
     """
 
     def __init__(self, config: AppConfig, files: RunFiles) -> None:
@@ -58,6 +58,7 @@ class WorkerPool:
         self._handles: dict[Role, list[RayWorker]] = {}
         self.processes: list[RayProcess] = []
         self.calls = CallLog()
+        self.hung = HungProcesses()
 
     def __len__(self) -> int:
         return len(self._planned)
@@ -142,10 +143,13 @@ class WorkerPool:
         """The processes of this host that are ready: process id -> name."""
         return {process.pid: process.name for process in self.processes if process.pid}
 
-    def heartbeats(self) -> dict[int, Watched]:
-        """The heartbeats of the processes of this host that are ready, by process id."""
-        ready = [process for process in self.processes if process.pid]
-        return {process.pid: Watched(f"Worker {process.name}", process.heartbeat) for process in ready}
+    def heartbeats(self) -> list[Watched]:
+        """The heartbeats of the processes that are ready and have not ended."""
+        return [watched for process in self.processes if (watched := process.watched)]
+
+    def worker_pids(self) -> dict[int, str]:
+        """The same processes: process id -> description."""
+        return {pid: f"Worker {name}" for pid, name in self.pids().items()}
 
     def model_pids(self) -> dict[int, str]:
         """The processes of this host that train models, which are never replaced: id -> name."""
@@ -163,7 +167,19 @@ class WorkerPool:
         for planned in self._planned:
             log, reserved = self._files.logs / f"{planned.name}.log", cpus * cpus_used(planned.group, self._config)
             host = None if self._hosts is None else self._hosts.bundle(planned.host)
-            process = RayProcess(planned.roles, planned.name, log, threads, reserved, planned.gpus, self.calls, host)
+            process = RayProcess(
+                planned.roles,
+                planned.name,
+                log,
+                threads,
+                cpus=reserved,
+                gpus=planned.gpus,
+                lenders=[one for one in self.processes if one.name in planned.lenders],
+                calls=self.calls,
+                host=host,
+                others=self.model_pids,
+                hung=self.hung,
+            )
             self.processes.append(process)
             for role in planned.roles:
                 worker = RayWorker(process, role, planned.group.role_name(role, planned.rank))
@@ -176,29 +192,26 @@ class WorkerPool:
         timeline shows the calls.
 
         Args:
-            folder: of mode 0700, for the sockets and for the heartbeats.
+            folder: of mode 0700, for the sockets.
 
         Raises:
             WorkerError: one died, or did not start within `ray.start_timeout_s`.
         """
         timeout_s = self._config.ray.start_timeout_s
-        await asyncio.gather(*(process.ready(folder, timeout_s) for process in self.processes))
+        await asyncio.gather(*(process.ready(timeout_s) for process in self.processes))
+        await asyncio.gather(*(process.share_gpus() for process in self.processes))
         if not self._config.trainer.profile_steps:
             await asyncio.gather(*(process.connect(folder) for process in self.processes))
 
-    def other_hosts(self, here: str) -> dict[str, OtherHost]:
-        """The hosts of a run on several, but that whose `this_host` is `here`."""
+    def other_hosts(self) -> dict[OtherHost, RankNetwork]:
+        """The other hosts of a run on several: through which network this one reaches each."""
         if self._config.trainer.nnodes == 1:
             return {}
-        others = {process.memory: process for process in self.processes if process.memory != here}
+        others = {process.host.memory: (process.host, process.network) for process in self.processes if process.host}
         interface, ours = self._config.trainer.network_interface, this_network()
         return {
-            memory: OtherHost(
-                process.host or socket.gethostname(),
-                process.node(),
-                RankNetwork() if process.network == ours else RankNetwork(interface=interface, peer=head_host()),
-            )
-            for memory, process in others.items()
+            host: RankNetwork() if network == ours else RankNetwork(interface=interface, peer=head_host())
+            for host, network in others.values()
         }
 
     async def make_demo_model(self, screen: Screen, startup: Startup) -> Path:
@@ -216,6 +229,9 @@ class WorkerPool:
     async def build(self, model_path: Path, plane: PlaneDescriptor, plugins: PluginPolicy) -> None:
         """Have all processes load their models and connect to the data plane.
 
+        Processes that use the GPUs of others come after these: vLLM takes a part of a GPU's memory,
+        which must be free then.
+
         Args:
             model_path: folder of the policy.
             plane: where the data plane is.
@@ -225,8 +241,8 @@ class WorkerPool:
         resolved, described = to_yaml(self._config), msgspec.json.encode(plane)
         teacher = given_reference(self._config)
         reference = "" if teacher is None else str(teacher.absolute())
-        calls = list[Awaitable[None]]()
-        for planned, process in zip(self._planned, self.processes, strict=True):
+        payloads, lenders = list[bytes](), {name for planned in self._planned for name in planned.lenders}
+        for planned in self._planned:
             call = BuildCall(
                 config=resolved,
                 model_path=str(model_path),
@@ -239,12 +255,16 @@ class WorkerPool:
                 weights=self._network_of(self.processes),
                 samples=str(self._files.samples),
                 record=str(self._files.record),
+                lends_gpu=planned.name in lenders,
                 plugins=plugins,
                 trusted_files=trusted_files(),
             )
-            payload = msgspec.msgpack.encode(call)
-            calls.append(process.build(payload, timeout_s=self._config.ray.start_timeout_s))
-        await asyncio.gather(*calls)
+            payloads.append(msgspec.msgpack.encode(call))
+        every = list(zip(self._planned, self.processes, payloads, strict=True))
+        timeout_s = self._config.ray.start_timeout_s
+        for borrows in (False, True):
+            now = [one for one in every if bool(one[0].lenders) == borrows]
+            await asyncio.gather(*(process.build(payload, timeout_s=timeout_s) for _, process, payload in now))
 
     async def _open_rendezvous(self) -> dict[WorkerGroup, tuple[RankNetwork, RendezvousAddress | None]]:
         """Have rank 0 of each group of several ranks listen for the others."""

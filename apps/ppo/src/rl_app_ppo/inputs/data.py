@@ -109,6 +109,7 @@ def _from_files(config: AppConfig, model_path: Path | None) -> Mapping[str, Prep
         files = DataFiles(
             paths=tuple(Path(name).expanduser() for name in names),
             prompt_key=data.prompt_key,
+            ground_truth_key=data.ground_truth_key,
             max_prompt_length=data.max_prompt_length,
             filter_overlong_prompts=data.filter_overlong_prompts,
             on_bad_row="skip" if data.on_bad_row == "skip" else "error",
@@ -127,7 +128,8 @@ def _from_files(config: AppConfig, model_path: Path | None) -> Mapping[str, Prep
 
 def demonstrations(config: AppConfig, tokenizer: SessionTokenizer, eos_id: int) -> Demonstrations:
     """Reads the answers of training rows (data.answer_key)."""
-    return Demonstrations(tokenizer=tokenizer, eos_id=eos_id, key=config.data.answer_key)
+    given = partial(config.algorithm.given_responses, divergence=config.actor.use_kl_loss)
+    return Demonstrations(tokenizer=tokenizer, eos_id=eos_id, key=config.data.answer_key, given=given)
 
 
 def teacher_context(config: AppConfig, tokenizer: SessionTokenizer, eos_id: int) -> TeacherContext:
@@ -147,14 +149,15 @@ def longest_teacher_prompt(config: AppConfig, tokenizer: SessionTokenizer, rows:
 
 
 def check_answers(config: AppConfig, tokenizer: SessionTokenizer, rows: PreparedPrompts) -> None:
-    """Check the answer of every row.
+    """Check the answer of every row whose answer is trained on.
 
     Raises:
         ConfigError: a row has no answer, or a longer one than rollout.response_length.
     """
     reader = demonstrations(config, tokenizer, eos_id=0)
-    for row in range(len(rows)):
-        reader.trajectory(rows[row], 0, config.rollout.response_length)
+    for row in (rows[place] for place in range(len(rows))):
+        if reader.given(row.data_source, config.rollout.n):
+            reader.trajectory(row, 0, config.rollout.response_length)
 
 
 def about_validation(config: AppConfig, data: Mapping[str, PreparedPrompts]) -> str:

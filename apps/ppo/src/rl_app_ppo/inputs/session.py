@@ -27,7 +27,13 @@ def session_of(config: AppConfig, model_path: Path | None) -> SessionKind:
     if config.rollout.session != TOOL_AGENT:
         return session_kind(config.rollout, template="")
     if model_path is None:
-        return session_kind(config.rollout, DEMOS[config.data.demo].template)
+        template = DEMOS[config.data.demo].template
+        if not template:
+            raise ConfigError(
+                f"rollout.session={TOOL_AGENT} needs a model whose chat template describes tools, and that of "
+                f"data.demo={config.data.demo} has none. Set preset=demo-calculator, or model.path to a model of yours."
+            )
+        return session_kind(config.rollout, template)
     from rl_trainer.data.chat_template import read_template  # jinja2, which other sessions do not need
 
     return session_kind(config.rollout, read_template(model_path, with_tools=True))

@@ -8,9 +8,10 @@ import os
 import shutil
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
 
 from rl_app_ppo.config.loading import to_yaml
@@ -56,25 +57,41 @@ class RunFolder:
     """Created for this run."""
 
 
-def create_run_folder(folder: Path, *, resume: bool = False) -> RunFolder:
+def create_run_folder(folder: Path, *, resume: bool = False, named: bool = True) -> RunFolder:
     """Create the folder of a run, and check that it can be written.
 
     Args:
         folder: of this run, in that of all runs.
         resume: the folder may exist.
+        named: the user has named it. Otherwise the folder gets a number if a run that has started
+            in the same second has just made it.
 
     Raises:
         OutputError: it exists already, or can't be written.
     """
     with writing(folder):
-        is_new = not folder.exists()
-        if not resume:
+        is_new = not named or not folder.exists()
+        if not named:
+            folder = _made(folder)
+        elif resume:
+            folder.mkdir(parents=True, exist_ok=True)
+        else:
             check_new(folder)
-        folder.mkdir(parents=True, exist_ok=resume)
+            folder.mkdir(parents=True)
         probe = folder / _PROBE
         probe.write_bytes(b"\0" * 4096)
         probe.unlink()
     return RunFolder(folder, is_new)
+
+
+def _made(folder: Path) -> Path:
+    """A new folder of this name, or of the first name with a number that no other run takes."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for name in chain((folder.name,), (f"{folder.name}_{number}" for number in count(2))):
+        with suppress(FileExistsError):
+            folder.with_name(name).mkdir()
+            return folder.with_name(name)
+    raise AssertionError("there is always a further number")
 
 
 def check_room(output_dir: Path, min_free_mb: int) -> str:

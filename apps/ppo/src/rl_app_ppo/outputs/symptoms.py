@@ -99,6 +99,11 @@ def _of_step(metrics: Metrics, *, tools: bool) -> dict[str, str]:
             "the gradient of the policy is zero (actor/grad_norm), so its weights do not change; look at reward.function and "
             "algorithm.adv_estimator"
         )
+    if damaged := metrics.get("transfer_queue/damaged_blocks"):
+        found["damaged memory"] = (
+            f"{damaged:.0f} blocks of the data plane were damaged in memory, and read again from the journal (transfer_queue.verify); "
+            "check the memory of this host, and what else writes to /dev/shm"
+        )
     if tools and metrics.get("agent/tool_calls/max") == 0.0:
         found["tools"] = (
             "no response called a tool; look at rollout.session, and at whether the prompt tells the model how to call one"

@@ -1,4 +1,4 @@
-"""`rl replay`: what it does with the options of the command line."""
+"""The command `rl replay`: runs the replay that its options ask for."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rl_trainer.checkpoints.kept_batches import columns_of, kept_steps, read_bat
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class ReplayOptions:
     """The options of the command."""
 
     run: Path
@@ -41,12 +41,12 @@ class Asked:
     json: bool = False
 
 
-def replay(asked: Asked, plugins: PluginPolicy, out: Console, progress: Console) -> bool:
+def replay(options: ReplayOptions, plugins: PluginPolicy, out: Console, progress: Console) -> bool:
     """Print rows of a step's batch; or compare its batch and those before with those of another
     run; or compute it again and print what differs.
 
     Args:
-        asked: what to do.
+        options: what to do.
         plugins: which plug-ins the operator allows.
         out: where to print the result.
         progress: where the processes print that compute it again.
@@ -58,19 +58,19 @@ def replay(asked: Asked, plugins: PluginPolicy, out: Console, progress: Console)
         ConfigError: the folder has no such step, or it can't be replayed.
         RLError: it failed.
     """
-    files = RunFiles(folder=asked.run)
+    files = RunFiles(folder=options.run)
     config = _config_of(files)
-    _require_step(files, asked.step)
-    if asked.row or asked.field:
-        _print_rows(files, asked, out)
+    _require_step(files, options.step)
+    if options.row or options.field:
+        _print_rows(files, options, out)
         return True
-    if asked.against is not None:
-        other = RunFiles(folder=asked.against)
+    if options.against is not None:
+        other = RunFiles(folder=options.against)
         _config_of(other)
-        outcome = against(files, other, asked.step)
+        outcome = against(files, other, options.step)
     else:
-        outcome = _again(files, config, asked.step, plugins, progress)
-    text = msgspec.json.encode(outcome).decode() if asked.json else outcome.text()
+        outcome = _again(files, config, options.step, plugins, progress)
+    text = msgspec.json.encode(outcome).decode() if options.json else outcome.text()
     out.print(Text(text), soft_wrap=True)
     return outcome.equal
 
@@ -89,16 +89,16 @@ def _again(files: RunFiles, config: AppConfig, step: int, plugins: PluginPolicy,
     return generate_again(files, config, before, step, plugins, progress)
 
 
-def _print_rows(files: RunFiles, asked: Asked, out: Console) -> None:
-    if asked.step not in kept_steps(files.batches):
+def _print_rows(files: RunFiles, options: ReplayOptions, out: Console) -> None:
+    if options.step not in kept_steps(files.batches):
         raise ConfigError(
-            f"{files.batches} has no batch of step {asked.step} for --row and --field to look into; set trainer.keep_batches=-1 in a run to be "
+            f"{files.batches} has no batch of step {options.step} for --row and --field to look into; set trainer.keep_batches=-1 in a run to be "
             "replayed."
         )
-    batch = read_batch(files.batches, asked.step)
-    decode = _decoder(kept_config(files, asked.step))
-    found = row_values(batch, columns_of(files.batches, batch), asked.row, asked.field, decode)
-    text = msgspec.json.encode(found).decode() if asked.json else rows_text(found, asked.field).rstrip("\n")
+    batch = read_batch(files.batches, options.step)
+    decode = _decoder(kept_config(files, options.step))
+    found = row_values(batch, columns_of(files.batches, batch), options.row, options.field, decode)
+    text = msgspec.json.encode(found).decode() if options.json else rows_text(found, options.field).rstrip("\n")
     out.print(Text(text), soft_wrap=True)
 
 
@@ -110,7 +110,7 @@ def _decoder(config: AppConfig) -> Decode:
 
 
 def _config_of(files: RunFiles) -> AppConfig:
-    return from_yaml(files_of(files.folder).config.read_text())
+    return from_yaml(files_of(files.folder).config.read_text(encoding="utf-8"))
 
 
 def _require_step(files: RunFiles, step: int) -> None:

@@ -123,6 +123,6 @@ def _trained(
         screen = Screen(progress)
         for warning in preflight(Facts(config, plugins)):
             screen.note(warning)
-        processes = ProcessPlan(config=config, files=own, plugins=plugins, fork_server=fork_server)
+        processes = ProcessPlan(config=config, files=own, plugins=plugins, fork_server=fork_server, restarts=None)
         work = retrain(processes, planned.before, files.batches, planned.batches, screen, startup)
         return run_interruptibly(work)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import msgspec
 
 from rl_app_ppo.config.loading import from_yaml
+from rl_app_ppo.config.model_path import read_json
 from rl_app_ppo.config.placement import Role, rollout_in_actor, shares_base, shares_weights
 from rl_app_ppo.config.rollout_engines import RolloutSetup
 from rl_app_ppo.config.schema import AppConfig
@@ -46,6 +47,7 @@ from rl_trainer import (
 )
 from rl_trainer.algorithms.old_log_prob import loss_correction
 from rl_trainer.data.image_columns import ImageReader
+from rl_trainer.data.model_families import RoutedLayers
 from rl_trainer.record.record_file import RecordFile
 from rl_trainer.workers.sample_log import SampleLog
 from rl_trainer.workers.trajectory_record import RecordSettings, TrajectoryRecord
@@ -204,9 +206,16 @@ def _rollout(config: AppConfig, call: BuildCall, plane: DataPlane, engine: Rollo
         demonstrations=demonstrations(config, tokenizer, eos_of(path)) if config.demonstrates else None,
         restart=restart,
         kept_sets=config.rollout.records_kept_sets,
+        experts=_recorded_experts(config, path),
         teacher=teacher_context(config, tokenizer, eos_of(path)) if config.algorithm.teacher_context else None,
     )
     return worker, receiver
+
+
+def _recorded_experts(config: AppConfig, path: Path) -> int:
+    """Experts of each layer of the model, where the rollout records those of each token; else 0."""
+    found = RoutedLayers.of(read_json(path / "config.json", str(path)))
+    return found.experts if found is not None and config.algorithm.router_replay == "R3" else 0
 
 
 def _reader(path: Path) -> ImageReader | None:
@@ -306,6 +315,9 @@ def _trained(
             correction=loss_correction(config.algorithm),
             sum_pi_squared=needs_sum_pi_squared(config.algorithm),
             top=top,
+            replays_experts=config.algorithm.router_replay != "disabled",
+            records_experts=config.algorithm.router_replay == "R2",
+            teacher_ema=config.algorithm.teacher_ema,
         ),
     )
     if shares_base(config) and isinstance(generator, SharesBase):

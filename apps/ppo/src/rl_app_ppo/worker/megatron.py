@@ -133,6 +133,7 @@ def megatron_policy(config: AppConfig, path: Path, ranks: Ranks, *, frozen: bool
             dtype=TORCH_DTYPES[options.param_dtype],
             distributed_optimizer=options.distributed_optimizer,
             merge_on_save=config.lora.merge_on_save,
+            records_experts=config.algorithm.router_replay == "R2" and not frozen,
         ),
         frozen=frozen,
     )
@@ -178,6 +179,7 @@ def join_ranks(config: AppConfig, meeting: Rendezvous) -> Ranks:
             tensor=megatron.tensor_model_parallel_size,
             pipeline=megatron.pipeline_model_parallel_size,
             sequence_parallel=megatron.sequence_parallel,
+            expert=megatron.expert_model_parallel_size,
         )
     )
 

@@ -20,6 +20,22 @@ class RankNetwork(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Name or address of a host of the cluster; empty: they share loopback."""
 
 
+class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a worker process runs."""
+
+    host: str
+    """Name of its host."""
+    memory: str
+    """Processes with equal values share memory and process ids."""
+    network: str
+    """Processes with equal values reach each other through loopback."""
+    pid: int
+    heartbeat: str
+    """File of its heartbeat, on its host."""
+    gpus: str = ""
+    """Those that it sees, as in CUDA_VISIBLE_DEVICES."""
+
+
 class BuildCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Load the models and connect to the data plane."""
 
@@ -44,6 +60,8 @@ class BuildCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Folder of the samples of validation responses and their scores; empty: write none."""
     record: str = ""
     """Folder of the record of the run; empty: record nothing."""
+    lends_gpu: bool = False
+    """Whether a rollout replica uses the GPU of the process, too."""
     plugins: PluginPolicy = PluginPolicy()
     """Which plug-ins of the weight synchronization may load, as the driver has read it."""
     trusted_files: dict[str, str] = {}

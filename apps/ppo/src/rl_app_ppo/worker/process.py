@@ -9,7 +9,7 @@ import os
 import socket
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,13 +18,13 @@ import msgspec
 from rl_app_ppo.config.full_keys import FullKeysFormatter
 from rl_app_ppo.config.placement import Role
 from rl_app_ppo.worker.call_socket import CallServer
-from rl_app_ppo.worker.messages import CLOSE_RECORD, BuildCall, RankNetwork, WarmupProgress
+from rl_app_ppo.worker.messages import CLOSE_RECORD, BuildCall, RankNetwork, WarmupProgress, WorkerPlace
 from rl_app_ppo.worker.rank_connections import named_rank_connections
 from rl_app_ppo.worker.rank_network import rank_interface
 from rl_app_ppo.worker.weight_endpoints import require_admission
 from rl_ckpt_engine.endpoints.operations import METHODS
 from rl_protocol import WorkerError
-from rl_protocol.support.heartbeat import beat
+from rl_protocol.support.heartbeat import beat_in_memory
 from rl_protocol.support.host.this_process import end_at_sigterm
 from rl_protocol.support.host_identity import this_host
 from rl_protocol.support.network_interface import this_network
@@ -72,6 +72,7 @@ class WorkerProcess:
         self._share_cores: Callable[[int], None] | None = None
         self._name = name
         self._record: RecordFile | None = None
+        self._lends_gpu = False
         handler = logging.FileHandler(log_path)
         handler.setFormatter(FullKeysFormatter())
         logging.getLogger().addHandler(handler)
@@ -87,15 +88,25 @@ class WorkerProcess:
             torch_setup.configure(threads)
             self._share_cores = None if threads else torch_setup.share_cores
 
-    async def place(self, folder: str) -> tuple[str, str, str, int]:
-        """The host, the memory and the network of this process, and its id.
+    async def place(self) -> bytes:
+        """Begin the heartbeat of this process; returns its WorkerPlace, msgpack."""
+        place = WorkerPlace(
+            host=socket.gethostname(),
+            memory=this_host(),
+            network=this_network(),
+            pid=os.getpid(),
+            heartbeat=str(beat_in_memory()),
+            gpus=os.environ.get(VISIBLE_GPUS, ""),
+        )
+        return msgspec.msgpack.encode(place)
+
+    async def share_gpus(self, gpus: str) -> None:
+        """See the GPUs of other processes; called before `build`.
 
         Args:
-            folder: for its heartbeat, if it is on the driver's host; another has no such folder.
+            gpus: those that the others see, as in CUDA_VISIBLE_DEVICES.
         """
-        with suppress(FileNotFoundError):  # on another host
-            beat(heartbeat_file(Path(folder), os.getpid()))
-        return socket.gethostname(), this_host(), this_network(), os.getpid()
+        os.environ[VISIBLE_GPUS] = gpus
 
     async def listen(self, path: str) -> None:
         """Take calls at a Unix socket, too, which is made at this path."""
@@ -142,7 +153,7 @@ class WorkerProcess:
             return self._profile(method, Path(payload.decode()))
         if role not in self._workers:
             raise WorkerError(f"{method!r} of {role} was called before build.")
-        with self._recorded(method), named_rank_connections(self._name, method):
+        with self._recorded(method), named_rank_connections(self._name, method), self._lent_gpu():
             return await self._answer(role, method, payload)
 
     @contextmanager
@@ -168,6 +179,17 @@ class WorkerProcess:
         if self._share_cores is not None and (processes := _processes(payload)):
             self._share_cores(processes)
         return await worker.handle(method, payload)
+
+    @contextmanager
+    def _lent_gpu(self) -> Generator[None]:
+        """Give memory that a call has used and freed back to the GPU, if a replica uses it, too."""
+        try:
+            yield
+        finally:
+            if self._lends_gpu:
+                from rl_app_ppo.worker import torch_setup
+
+                torch_setup.release_cached_memory()
 
     async def warm_up(self, config: str) -> AsyncGenerator[bytes]:
         """Make the demo model or find it in the cache; the last WarmupProgress has its path."""
@@ -203,6 +225,7 @@ class WorkerProcess:
     async def _build(self, call: BuildCall) -> bytes:
         if call.trusted_files:
             os.environ[FILES] = msgspec.json.encode(call.trusted_files).decode()
+        self._lends_gpu = call.lends_gpu
         with without_gc():
             from rl_app_ppo.worker import build
 
@@ -210,11 +233,6 @@ class WorkerProcess:
             with self._recorded("build"):
                 self._workers = await build.build_workers(self._roles, call, self._rendezvous, self._record)
         return b""
-
-
-def heartbeat_file(folder: Path, pid: int) -> Path:
-    """The heartbeat of a worker process."""
-    return folder / f"{pid}.beat"
 
 
 def _processes(payload: bytes) -> int:

@@ -9,7 +9,13 @@ from rl_app_ppo.inputs.tokenizer import load_tokenizer
 from rl_protocol import ConfigError
 from rl_trainer.rewards import CombinedScorer, InlineScorer, Scorer, ScorerPool, functions_of, load_reward, parse_terms
 from rl_trainer.rewards.loading import HARMLESS
-from rl_trainer.rewards.scorer_toml import RemoteScorerConfig, RewardModelConfig, is_scorer_toml, read_scorer_toml
+from rl_trainer.rewards.scorer_toml import (
+    JudgeConfig,
+    RemoteScorerConfig,
+    ScorerConfig,
+    is_scorer_toml,
+    read_scorer_toml,
+)
 
 
 async def open_scorer(config: RewardConfig, policy: Path) -> Scorer:
@@ -39,11 +45,15 @@ async def _open(name: str, config: RewardConfig, policy: Path) -> Scorer:
     )
 
 
-def _described(description: RemoteScorerConfig | RewardModelConfig, config: RewardConfig, policy: Path) -> Scorer:
+def _described(description: ScorerConfig, config: RewardConfig, policy: Path) -> Scorer:
     if isinstance(description, RemoteScorerConfig):
-        from rl_trainer.rewards.remote import RemoteScorer  # imports aiohttp
+        from rl_trainer.rewards.services.remote import RemoteScorer  # imports aiohttp
 
         return RemoteScorer(description, config.timeout_s)
+    if isinstance(description, JudgeConfig):
+        from rl_trainer.rewards.services.judge import JudgeScorer  # imports aiohttp
+
+        return JudgeScorer(description, config.timeout_s)
     from rl_trainer.backends.reward_model import RewardModelScorer  # imports torch
 
     path = Path(description.path).expanduser()

@@ -31,6 +31,12 @@ def share_cores(processes: int) -> None:
         torch.set_num_threads(threads)
 
 
+def release_cached_memory() -> None:
+    """Give the memory that torch keeps for later tensors back to the GPU."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
 def demo_model(config: str, report: Callable[[int, int, float], None]) -> Path:
     """Make the demo model of this configuration, or find it in the cache; returns its folder."""
     app = from_yaml(config)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -25,6 +25,14 @@ class _CudaToCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class _CpuStream(torch.cpu.Stream):
+    """A stream on the CPU, where work is done at once."""
+
+    def record_event(self) -> torch.cpu.Event:  # pyright: ignore[reportIncompatibleMethodOverride]: torch's returns None
+        """Return an event that has happened."""
+        return torch.cpu.Event()
+
+
 def _do_not_synchronize(device: object = None) -> None:
     del device
 
@@ -34,23 +42,34 @@ def cpu_compat() -> Generator[None]:
     """Let Megatron-Core 0.16 compute on the CPU inside the block; torch is restored afterwards.
 
     Megatron names the current CUDA device where it creates tensors (rotary embedding, collectives,
-    pipeline, causal mask) and synchronizes with it. Two functions and the `device` argument are
-    redirected; Megatron is not changed. Delete this once Megatron takes the device from its
-    configuration.
+    pipeline, causal mask), synchronizes with it, and copies the counts of experts' tokens on a
+    stream. These functions and the `device` argument are redirected; Megatron is not changed.
+    Delete this once Megatron takes the device from its configuration.
 
     Raises:
         ConfigError: there is a GPU.
     """
     if torch.cuda.is_available():
         raise ConfigError("cpu_compat is for machines without a GPU; this one has one, so leave it out.")
-    current_device, synchronize = torch.cuda.current_device, torch.cuda.synchronize
-    torch.cuda.current_device = lambda: torch.device("cpu")  # pyright: ignore[reportAttributeAccessIssue]: Megatron passes it as `device`
-    torch.cuda.synchronize = _do_not_synchronize
+    replaced: dict[str, object] = {
+        "current_device": lambda: torch.device("cpu"),  # Megatron passes it as `device`
+        "synchronize": _do_not_synchronize,
+        "Stream": _CpuStream,
+        "stream": torch.cpu.stream,
+        "current_stream": torch.cpu.current_stream,
+    }
+    before = {name: getattr(torch.cuda, name) for name in replaced}
+    _set(replaced)
     try:
         with _CudaToCpu():
             yield
     finally:
-        torch.cuda.current_device, torch.cuda.synchronize = current_device, synchronize
+        _set(before)
+
+
+def _set(functions: Mapping[str, object]) -> None:
+    for name, function in functions.items():
+        setattr(torch.cuda, name, function)
 
 
 def runnable() -> AbstractContextManager[None]:

@@ -20,10 +20,17 @@ from rl_megatron_peft.backend.io.snapshot import own_tensors, restore_snapshot, 
 from rl_megatron_peft.backend.lora.adapter_layer import LoraLayer
 from rl_megatron_peft.backend.lora.attach import attach
 from rl_megatron_peft.backend.lora.dropout import DropoutContext
+from rl_megatron_peft.backend.model.expert_replay import ExpertReplay
 from rl_megatron_peft.backend.model.gpt import build_model
 from rl_megatron_peft.backend.model.value_head import put_value_head
 from rl_megatron_peft.backend.model.weight_mapping import MakeMapping, best_mapping
-from rl_megatron_peft.backend.parallel import Ranks, all_gather_json, broadcast_from_stage, ranks_of_replica
+from rl_megatron_peft.backend.parallel import (
+    Ranks,
+    all_gather_json,
+    broadcast_from_stage,
+    longest_of_expert_ranks,
+    ranks_of_replica,
+)
 from rl_megatron_peft.backend.train.forward_backward import run_passes
 from rl_megatron_peft.backend.train.optimizer import Optimizer
 from rl_megatron_peft.backend.train.param_groups import (
@@ -73,7 +80,7 @@ class MegatronLearner(ABC, Generic[LossFn]):
     (`rl_protocol.bridge.ReplicaOfRanks`) one of these ranks fetches rows for all.
 
     Args:
-        path: Hugging Face checkpoint folder of a Llama, Qwen2 or Qwen3 model.
+        path: Hugging Face checkpoint folder of a Llama, Qwen2, Qwen3 or Qwen3-MoE model.
         lora: settings of the adapters; None: all weights are trained.
         loss: the trainer's loss.
         ranks: place of this process, from `rl_megatron_peft.backend.parallel.open_ranks`.
@@ -108,6 +115,9 @@ class MegatronLearner(ABC, Generic[LossFn]):
         self.ranks = ranks
         self.replicas = ranks_of_replica()
         self.model = build_model(self.shape, ranks, self.settings.dtype)
+        replays = self.shape.experts and not self.has_value_head
+        self._experts = ExpertReplay(self.model, self.shape, ranks) if replays else None
+        self._set_experts = None if self._experts is None else self._experts.set
         self.adapters: list[LoraLayer] = []
         self.updates = 0
         self._loss = loss
@@ -137,33 +147,56 @@ class MegatronLearner(ABC, Generic[LossFn]):
 
     # -- computing
 
-    def compute_columns(self, batch: BatchData, names: Sequence[str], read_columns: ReadColumns) -> BatchData:
+    def compute_columns(
+        self, batch: BatchData, names: Sequence[str], read_columns: ReadColumns, *, experts: bool = False
+    ) -> BatchData:
         """Compute ragged float32 columns with the lengths of the responses, without gradients.
 
         Args:
             batch: the rows.
             names: names of the columns.
             read_columns: computes the columns of a micro-batch from the output of the model.
+            experts: also return the experts of each token, ROUTED_COLUMNS.
+
+        Raises:
+            ConfigError: there are to be experts, and the model has none.
         """
         micro_batches = _micro_batches(batch, range(len(batch)), self.settings.forward_rows)
+        recorder, used = self._recorder() if experts else None, list[torch.Tensor]()
 
         def read_output(number: int, output: torch.Tensor) -> torch.Tensor:
             return read_columns(micro_batches[number], output)
 
         with torch.no_grad(), runnable():
             found = run_passes(
-                self.model, micro_batches, read_output, vocab=self._vocab, device=self.ranks.device, train=False
+                self.model,
+                micro_batches,
+                read_output,
+                vocab=self._vocab,
+                device=self.ranks.device,
+                train=False,
+                set_experts=self._set_experts,
+                after_pass=None if recorder is None else lambda: used.append(recorder.used()),
+                passes=longest_of_expert_ranks(len(micro_batches), self.ranks.device),
             )
+        routed = {} if recorder is None else recorder.columns(micro_batches, used)
         responses = batch.ragged("responses")
         tokens = responses.values.shape[0]
         values = torch.cat(found, dim=1) if found else torch.empty(len(names), tokens, device=self.ranks.device)
         values = broadcast_from_stage(values.contiguous(), self.ranks.layout.pipeline - 1).cpu().numpy()
-        return BatchData(
-            {
-                name: RaggedColumn(row.astype(np.float32), responses.offsets, "float32")
-                for name, row in zip(names, values, strict=True)
-            }
-        )
+        made = {
+            name: RaggedColumn(row.astype(np.float32), responses.offsets, "float32")
+            for name, row in zip(names, values, strict=True)
+        }
+        return BatchData({**made, **routed})
+
+    def _recorder(self) -> ExpertReplay:
+        if self._experts is None:
+            raise ConfigError(
+                f"TrainSettings.records_experts needs a model with experts; the one in {self.path} has none.",
+                field="records_experts",
+            )
+        return self._experts
 
     # -- training
 
@@ -244,6 +277,8 @@ class MegatronLearner(ABC, Generic[LossFn]):
                     device=self.ranks.device,
                     train=True,
                     before_pass=name_pass,
+                    set_experts=self._set_experts,
+                    passes=longest_of_expert_ranks(len(micro_batches), self.ranks.device),
                 )
         finally:
             self._dropout_context.pass_name = ""

@@ -28,6 +28,7 @@ class Ranks:
         pipeline: pipeline stage.
         data: data-parallel rank.
         replicas: number of data-parallel replicas.
+        expert: expert-parallel rank, in which consecutive data-parallel replicas differ.
         device: the CPU or a CUDA device.
     """
 
@@ -37,6 +38,7 @@ class Ranks:
     data: int
     replicas: int
     device: torch.device
+    expert: int = 0
 
     @property
     def first(self) -> bool:
@@ -53,19 +55,29 @@ def open_ranks(layout: Layout) -> Ranks:
     """Divide the ranks of the default process group; a collective. Undo it with `close_ranks`.
 
     Raises:
-        ConfigError: there is no process group, or its size is not divisible.
+        ConfigError: there is no process group, or its size is not divisible; or the layout divides
+            layers and experts on the CPU.
     """
     if not dist.is_initialized():
         raise ConfigError(
             "Call torch.distributed.init_process_group first (gloo on the CPU, nccl on GPUs); there is no process group."
         )
-    size = layout.tensor * layout.pipeline
+    size = layout.tensor * layout.pipeline * layout.expert
     if dist.get_world_size() % size:
         raise ConfigError(
-            f"{dist.get_world_size()} ranks can't be divided into tensor={layout.tensor} * pipeline={layout.pipeline}; start a multiple of {size}."
+            f"{dist.get_world_size()} ranks can't be divided into tensor={layout.tensor} * pipeline={layout.pipeline} * "
+            f"expert={layout.expert}; start a multiple of {size}."
+        )
+    if layout.tensor > 1 and layout.expert > 1 and not torch.cuda.is_available():
+        raise ConfigError(
+            f"expert={layout.expert} with tensor={layout.tensor} needs GPUs: gloo can't gather numbers of tokens that differ. "
+            "Set one of them to 1.",
+            field="expert",
         )
     with runnable():
-        parallel_state.initialize_model_parallel(layout.tensor, layout.pipeline)
+        parallel_state.initialize_model_parallel(
+            layout.tensor, layout.pipeline, expert_model_parallel_size=layout.expert
+        )
         # the inference tracker tracks nothing: Megatron itself draws no random numbers in passes
         model_parallel_cuda_manual_seed(0, inference_rng_tracker=True)
     return Ranks(
@@ -74,6 +86,7 @@ def open_ranks(layout: Layout) -> Ranks:
         pipeline=parallel_state.get_pipeline_model_parallel_rank(),
         data=parallel_state.get_data_parallel_rank(),
         replicas=parallel_state.get_data_parallel_world_size(),
+        expert=parallel_state.get_expert_model_parallel_rank(),
         device=torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu"),
     )
 
@@ -86,6 +99,20 @@ def close_ranks() -> None:
 def _group(group: object) -> dist.ProcessGroup:
     assert isinstance(group, dist.ProcessGroup)  # Megatron's annotations are wider
     return group
+
+
+def _all_reduced(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Sum over the ranks of a group, in place."""
+    if group.size() > 1:
+        dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+def _overwritten(tensor: torch.Tensor, rank: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Overwrite the tensor on all ranks of a group with that of one of them."""
+    if group.size() > 1:
+        dist.broadcast(tensor, src=dist.get_global_rank(group, rank), group=group)
+    return tensor
 
 
 # -- tensor parallelism
@@ -103,10 +130,7 @@ def all_gather_tensor_parallel(shard: torch.Tensor, split: int | None) -> torch.
 
 def all_reduce_tensor_parallel(tensor: torch.Tensor) -> torch.Tensor:
     """Sum over the tensor-parallel ranks, in place."""
-    group = _group(parallel_state.get_tensor_model_parallel_group())
-    if group.size() > 1:
-        dist.all_reduce(tensor, group=group)
-    return tensor
+    return _all_reduced(tensor, _group(parallel_state.get_tensor_model_parallel_group()))
 
 
 # -- pipeline parallelism
@@ -114,10 +138,7 @@ def all_reduce_tensor_parallel(tensor: torch.Tensor) -> torch.Tensor:
 
 def broadcast_from_stage(tensor: torch.Tensor, stage: int) -> torch.Tensor:
     """Overwrite the tensor on all stages with that of `stage`, of the same shape and type."""
-    group = _group(parallel_state.get_pipeline_model_parallel_group())
-    if group.size() > 1:
-        dist.broadcast(tensor, src=dist.get_global_rank(group, stage), group=group)
-    return tensor
+    return _overwritten(tensor, stage, _group(parallel_state.get_pipeline_model_parallel_group()))
 
 
 # -- data parallelism
@@ -125,10 +146,7 @@ def broadcast_from_stage(tensor: torch.Tensor, stage: int) -> torch.Tensor:
 
 def all_reduce_data_parallel(tensor: torch.Tensor) -> torch.Tensor:
     """Sum over the data-parallel replicas, in place."""
-    group = _group(parallel_state.get_data_parallel_group())
-    if group.size() > 1:
-        dist.all_reduce(tensor, group=group)
-    return tensor
+    return _all_reduced(tensor, _group(parallel_state.get_data_parallel_group()))
 
 
 def reduce_to_replica(tensor: torch.Tensor, replica: int) -> None:
@@ -153,6 +171,41 @@ def broadcast_from_replicas(tensors: Iterable[tuple[torch.Tensor, int]]) -> None
     for work in pending:
         assert work is not None  # this rank is a member of the group
         work.wait()
+
+
+# -- expert parallelism
+
+
+def broadcast_from_expert_rank(tensor: torch.Tensor, rank: int) -> torch.Tensor:
+    """Overwrite the tensor on all expert-parallel ranks with that of `rank`, of the same shape and
+    type.
+    """
+    return _overwritten(tensor, rank, _group(parallel_state.get_expert_model_parallel_group()))
+
+
+def all_reduce_expert_replicas(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum over the replicas of this rank's experts, in place."""
+    return _all_reduced(tensor, _group(parallel_state.get_expert_data_parallel_group()))
+
+
+def all_reduce_expert_parallel(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum over the ranks that hold other experts, in place."""
+    return _all_reduced(tensor, _group(parallel_state.get_expert_model_parallel_group()))
+
+
+def expert_replica() -> int:
+    """Number of this rank's copy of its experts, from 0."""
+    return parallel_state.get_expert_data_parallel_rank()
+
+
+def longest_of_expert_ranks(number: int, device: torch.device) -> int:
+    """Return the largest number that an expert-parallel rank passed."""
+    group = _group(parallel_state.get_expert_model_parallel_group())
+    if group.size() == 1:
+        return number
+    found = torch.tensor([number], device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    return int(found)
 
 
 # -- several directions

@@ -51,10 +51,13 @@ class MegatronPolicyBackend(MegatronLearner[PolicyLoss]):
     capabilities = WeightCapabilities()
 
     def compute_log_probs(self, batch: BatchData, *, temperature: float) -> BatchData:
+        return self._compute(batch, temperature, experts=self.settings.records_experts)
+
+    def _compute(self, batch: BatchData, temperature: float, *, experts: bool) -> BatchData:
         def read_columns(micro: BatchData, logits: torch.Tensor) -> torch.Tensor:
             return torch.stack(self._log_probs(logits, micro, temperature))
 
-        return self.compute_columns(batch, ["log_probs", "entropy"], read_columns)
+        return self.compute_columns(batch, ["log_probs", "entropy"], read_columns, experts=experts)
 
     def compute_reference_log_probs(self, batch: BatchData, *, temperature: float) -> BatchData:
         """Compute `log_probs` and `entropy` of the base model: this model with its adapters off.
@@ -64,7 +67,7 @@ class MegatronPolicyBackend(MegatronLearner[PolicyLoss]):
         """
         self._require_lora()
         with adapters_off(self.adapters):
-            return self.compute_log_probs(batch, temperature=temperature)
+            return self._compute(batch, temperature, experts=False)
 
     def update(self, batch: BatchData, *, temperature: float) -> dict[str, float]:
         """Make an update; metrics are named `actor/*` unless their name contains a slash."""

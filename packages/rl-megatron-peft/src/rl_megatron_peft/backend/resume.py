@@ -103,12 +103,13 @@ def _state(learner: MegatronLearner[Any]) -> dict[str, torch.Tensor]:
 def _sharded(learner: MegatronLearner[Any], state: Mapping[str, torch.Tensor]) -> dict[str, ShardedTensor]:
     """Say which shard of which global tensor each tensor is, and which of its copies."""
     ranks, shards = learner.ranks, learner.ranks.layout.tensor
-    splits = {key: one.split for one in learner.optimizer.trained for key in one.keys}
+    holders = {key: one for one in learner.optimizer.trained for key in one.keys}
     sharded: dict[str, ShardedTensor] = {}
     for key, tensor in state.items():
         tensor_key = next((key.removesuffix(f".{moment}") for moment in MOMENTS if key.endswith(f".{moment}")), key)
-        split = splits.get(tensor_key)
-        data = ranks.data if key == _RANDOM else learner.optimizer.replica_id
+        holder = holders.get(tensor_key)
+        split = None if holder is None else holder.split
+        data = ranks.data if key == _RANDOM else learner.optimizer.replica_id(holder)
         offsets = () if split is None else ((split, ranks.tensor, shards),)
         replica_id = (ranks.pipeline if key == _RANDOM else 0, ranks.tensor if split is None else 0, data)
         sharded[key] = ShardedTensor.from_rank_offsets(key, tensor, *offsets, replica_id=replica_id)

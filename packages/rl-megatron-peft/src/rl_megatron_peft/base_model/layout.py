@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rl_megatron_peft.base_model.experts import ROUTER, ExpertWeight
 from rl_megatron_peft.base_model.model_shape import EMBEDDING, FINAL_NORM, HEAD, ModelShape
 from rl_megatron_peft.base_model.naming import MegatronModule, hf_parameter
 from rl_protocol.errors import ConfigError
@@ -44,6 +46,8 @@ class Layout:
         pipeline: pipeline stages.
         sequence_parallel: also divide the tokens between layers over the tensor-parallel ranks
             (Korthikanti et al. 2022, arXiv:2205.05198). The weights stay where they are.
+        expert: expert-parallel ranks: that many data-parallel replicas divide the experts of each
+            layer among them (Lepikhin et al. 2021, arXiv:2006.16668).
 
     Raises:
         ConfigError: a number below 1, or sequence_parallel with tensor=1.
@@ -52,9 +56,10 @@ class Layout:
     tensor: int = 1
     pipeline: int = 1
     sequence_parallel: bool = False
+    expert: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("tensor", "pipeline"):
+        for name in ("tensor", "pipeline", "expert"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"Layout.{name} must be at least 1; got {getattr(self, name)}.", field=name)
         if self.sequence_parallel and self.tensor == 1:
@@ -75,11 +80,29 @@ class Layout:
                     f"The model's {name}={getattr(shape, name)} can't be divided over tensor={self.tensor} ranks; choose a divisor.",
                     field="tensor",
                 )
+        self._check_experts(shape)
         if shape.layers % self.pipeline:
             raise ConfigError(
                 f"The model's {shape.layers} layers can't be divided over pipeline={self.pipeline} stages; choose a divisor.",
                 field="pipeline",
             )
+
+    def _check_experts(self, shape: ModelShape) -> None:
+        if self.expert > 1 and (not shape.experts or shape.experts % self.expert):
+            raise ConfigError(
+                f"The model's experts={shape.experts} can't be divided over expert={self.expert} ranks; choose a divisor.",
+                field="expert",
+            )
+        if shape.experts and self.tensor > 1 and not self.sequence_parallel:
+            raise ConfigError(
+                f"A model with experts needs sequence_parallel=True with tensor={self.tensor}: each expert would get every token "
+                "from each tensor-parallel rank.",
+                field="sequence_parallel",
+            )
+
+    def expert_rank(self, expert: int, shape: ModelShape) -> int:
+        """Return the expert-parallel rank that holds an expert of this number in the model."""
+        return expert // (shape.experts // self.expert)
 
     def padded_vocab(self, shape: ModelShape) -> int:
         """Return the vocabulary size rounded up to a multiple of `tensor`."""
@@ -108,12 +131,16 @@ def state_owners(sizes: Sequence[int], replicas: int) -> tuple[int, ...]:
     return tuple(owners)
 
 
-def global_name(parameter: str, first_layer: int) -> str:
-    """Return the name of a stage's parameter with the layer's number in the whole model.
+def global_name(parameter: str, first_layer: int, first_expert: int = 0) -> str:
+    """Return the name of a stage's parameter with the numbers of its layer and of its expert in the
+    whole model.
 
     >>> global_name("decoder.layers.0.mlp.linear_fc2.weight", 4)
     'decoder.layers.4.mlp.linear_fc2.weight'
     """
+    weight = ExpertWeight.parse(parameter)
+    if weight is not None:
+        parameter = dataclasses.replace(weight, expert=weight.expert + first_expert).name
     match = _LAYER.match(parameter)
     return f"{match[1]}{int(match[2]) + first_layer}{match[3]}" if match else parameter
 
@@ -137,6 +164,12 @@ def hf_tensors(parameter: str, *, tied: bool = False) -> tuple[HFTensor, ...]:
     match = _LAYER.match(parameter)
     if match and match[3][1:] in _NORMS:
         return (HFTensor(f"model.layers.{match[2]}.{_NORMS[match[3][1:]]}", None),)
+    if match and match[3][1:] == ROUTER:
+        return (HFTensor(f"model.layers.{match[2]}.mlp.gate.weight", None),)
+    weight = ExpertWeight.parse(parameter)
+    if match and weight is not None:
+        names = weight.hf_names(int(match[2]))
+        return tuple(HFTensor(name, 1 if weight.fused in ROW_PARALLEL else 0) for name in names)
     module, _, leaf = parameter.rpartition(".")
     row_parallel = MegatronModule.parse(module).fused in ROW_PARALLEL
     split = (1 if leaf == "weight" else None) if row_parallel else 0

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 
@@ -59,11 +60,11 @@ class SameLength:
     columns: tuple[str, ...]
 
     def check(self, batch: BatchData, keys: Sequence[str] = ()) -> None:
-        """Raise SchemaError for the first row that breaks the law; absent columns are ignored."""
-        present = [name for name in self.columns if name in batch]
-        for name in present[1:]:
-            want, got = batch.ragged(present[0]).lengths, batch.ragged(name).lengths
-            _check_equal(name, got, f"len({present[0]})", want, keys)
+        """Raise SchemaError for the first row that breaks the law; the batch has all columns."""
+        first, *others = self.columns
+        want = batch.ragged(first).lengths
+        for name in others:
+            _check_equal(name, batch.ragged(name).lengths, f"len({first})", want, keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +74,11 @@ class LengthIsSum:
     values_column: str
     mask_column: str
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return (self.values_column, self.mask_column)
-
     def check(self, batch: BatchData, keys: Sequence[str] = ()) -> None:
-        """Raise SchemaError for the first row that breaks the law; absent columns pass."""
-        if self.values_column in batch and self.mask_column in batch:
-            mask = batch.ragged(self.mask_column)
-            got, want = batch.ragged(self.values_column).lengths, _row_sums(mask, mask.values.astype(np.int64))
-            _check_equal(self.values_column, got, f"sum({self.mask_column})", want, keys)
+        """Raise SchemaError for the first row that breaks the law; the batch has both columns."""
+        mask = batch.ragged(self.mask_column)
+        got, want = batch.ragged(self.values_column).lengths, _row_sums(mask, mask.values.astype(np.int64))
+        _check_equal(self.values_column, got, f"sum({self.mask_column})", want, keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,17 +88,12 @@ class LengthIsProduct:
     values_column: str
     shapes_column: str
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return (self.values_column, self.shapes_column)
-
     def check(self, batch: BatchData, keys: Sequence[str] = ()) -> None:
-        """Raise SchemaError for the first row that breaks the law; absent columns pass."""
-        if self.values_column in batch and self.shapes_column in batch:
-            shapes = batch.ragged(self.shapes_column)
-            want = _row_sums(shapes, shapes.values.prod(axis=tuple(range(1, shapes.values.ndim)), dtype=np.int64))
-            got = batch.ragged(self.values_column).lengths
-            _check_equal(self.values_column, got, f"sum(prod({self.shapes_column}))", want, keys)
+        """Raise SchemaError for the first row that breaks the law; the batch has both columns."""
+        shapes = batch.ragged(self.shapes_column)
+        want = _row_sums(shapes, shapes.values.prod(axis=tuple(range(1, shapes.values.ndim)), dtype=np.int64))
+        got = batch.ragged(self.values_column).lengths
+        _check_equal(self.values_column, got, f"sum(prod({self.shapes_column}))", want, keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,17 +106,45 @@ class LengthIsRuns:
     values_column: str
     runs_column: str
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return (self.values_column, self.runs_column)
+    def check(self, batch: BatchData, keys: Sequence[str] = ()) -> None:
+        """Raise SchemaError for the first row that breaks the law; the batch has both columns."""
+        runs = batch.ragged(self.runs_column)
+        want = _row_sums(runs, runs.values[:, 1].astype(np.int64))
+        got = batch.ragged(self.values_column).lengths
+        _check_equal(self.values_column, got, f"sum({self.runs_column}[:, 1])", want, keys)
+
+
+@dataclass(frozen=True, slots=True)
+class DistinctIds:
+    """Law of packed arrays of ids: those in the last dimension of an array differ, and are 0 or
+    more; or they are all -1, which means that there are none.
+    """
+
+    values_column: str
+    shapes_column: str
 
     def check(self, batch: BatchData, keys: Sequence[str] = ()) -> None:
-        """Raise SchemaError for the first row that breaks the law; absent columns pass."""
-        if self.values_column in batch and self.runs_column in batch:
-            runs = batch.ragged(self.runs_column)
-            want = _row_sums(runs, runs.values[:, 1].astype(np.int64))
-            got = batch.ragged(self.values_column).lengths
-            _check_equal(self.values_column, got, f"sum({self.runs_column}[:, 1])", want, keys)
+        """Raise SchemaError for the first row that breaks the law; the batch has both columns."""
+        values, shapes = batch.ragged(self.values_column), batch.ragged(self.shapes_column)
+        for row in range(len(batch)):
+            at, elements = 0, values.row(row)
+            for shape in shapes.row(row).tolist():
+                size = math.prod(shape)
+                ids = elements[at : at + size].reshape(-1, max(shape[-1], 1))
+                at += size
+                wrong = np.flatnonzero(_breaks_distinct(ids))
+                if wrong.size:
+                    raise SchemaError(
+                        f"{_row_name(row, keys)}, column {self.values_column!r}: expected different ids of 0 or more, or all -1, got "
+                        f"{ids[wrong[0]].tolist()}; {wrong.size} of {len(ids)} groups of ids are like this."
+                    )
+
+
+def _breaks_distinct(ids: AnyArray) -> AnyArray:
+    """bool [groups] of ids [groups, width]."""
+    ordered = np.sort(ids, axis=1)
+    repeated = (ordered[:, 1:] == ordered[:, :-1]).any(1)
+    return (repeated | (ordered[:, 0] < 0)) & (ids != -1).any(1)
 
 
 def _row_sums(column: RaggedColumn, values: AnyArray) -> AnyArray:
@@ -137,14 +156,19 @@ def _check_equal(column: str, got: AnyArray, law: str, want: AnyArray, keys: Seq
     rows = np.flatnonzero(got != want)
     if rows.size:
         row = int(rows[0])
-        name = f"Row {row} ({keys[row]!r})" if keys else f"Row {row}"
         raise SchemaError(
-            f"{name}, column {column!r}: expected length {law} = {int(want[row])}, got {int(got[row])}; "
+            f"{_row_name(row, keys)}, column {column!r}: expected length {law} = {int(want[row])}, got {int(got[row])}; "
             f"{rows.size} of {len(got)} rows are like this."
         )
 
 
-AlignmentLaw = SameLength | LengthIsSum | LengthIsProduct | LengthIsRuns
+def _row_name(row: int, keys: Sequence[str]) -> str:
+    return f"Row {row} ({keys[row]!r})" if keys else f"Row {row}"
+
+
+LawOfTwo = LengthIsSum | LengthIsProduct | LengthIsRuns | DistinctIds
+"""Laws between two columns, which their fields name."""
+AlignmentLaw = SameLength | LawOfTwo
 
 
 class BatchSchema:
@@ -172,7 +196,7 @@ class BatchSchema:
             self.columns[spec.name] = spec
         self.laws = tuple(laws)
         for law in self.laws:
-            for name in law.columns:
+            for name in _columns(law):
                 if self[name].kind != "ragged":
                     raise SchemaError(f"{law} is a law of ragged columns; {name!r} is {self[name].kind}.")
 
@@ -186,7 +210,7 @@ class BatchSchema:
         return name in self.columns
 
     def check(self, batch: BatchData, keys: Sequence[str] = ()) -> None:
-        """Check every column of the batch, and every law whose columns are present.
+        """Check every column of the batch, and every law as far as its columns are present.
 
         A stage that writes a column long after the one it must align with checks both:
         `schema.check(written.union(read))`.
@@ -202,4 +226,11 @@ class BatchSchema:
         for name in batch.field_names:
             self[name].check(batch[name])
         for law in self.laws:
-            law.check(batch, keys)
+            present = tuple(name for name in _columns(law) if name in batch)
+            if len(present) > 1:
+                (SameLength(present) if isinstance(law, SameLength) else law).check(batch, keys)
+
+
+def _columns(law: AlignmentLaw) -> tuple[str, ...]:
+    """The columns that a law names."""
+    return law.columns if isinstance(law, SameLength) else astuple(law)

@@ -51,6 +51,8 @@ class PlaneStats(msgspec.Struct, frozen=True, kw_only=True):
     links: Mapping[str, int] = {}
     """Kind of link -> payload bytes that all clients have put and got through it, as far as their
     requests have said so."""
+    damaged: int = 0
+    """Blocks that were found damaged in memory and were read again from the journal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,6 +165,7 @@ class DataPlane(Protocol):
             MissingDataError: names the missing rows or columns; nothing is returned. A row that was
                 cleared and put again since `meta` was made counts as missing.
             DataLostError: they were lost with a storage unit.
+            CapacityTimeout: rows that are on a disk alone found no memory until the deadline.
         """
         ...
 

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_protocol.batch.kept_sets import KeptSets
+from rl_protocol.batch.routed_experts import ExpertIds
 from rl_protocol.errors import ConfigError
 from rl_protocol.ports.weights import WeightReceiver
 
@@ -35,6 +36,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Seed of the run; the random stream of a request is derived from (seed, uid, session)."""
     kept_sets: bool = False
     """Report the tokens that top-p and top-k keep, and log-probs over these."""
+
+    routed_experts: bool = False
+    """Report the experts that computed each token of prompt and response."""
 
     @property
     def reports_kept_sets(self) -> bool:
@@ -83,6 +87,9 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     kept: KeptSets | None = None
     """[R] the tokens from which each token was sampled; None unless
     `SamplingParams.reports_kept_sets`."""
+    routed: ExpertIds | None = None
+    """[P + R - 1, layers, K] the experts of each token that the model computed, which is all but
+    the last one; None unless `SamplingParams.routed_experts`, and if R is 0."""
 
 
 @runtime_checkable

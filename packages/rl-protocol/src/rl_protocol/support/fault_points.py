@@ -29,6 +29,8 @@ class FaultPoint(StrEnum):
     """Controller: the payload is durable, but the metadata that names it is not."""
     JOURNAL_COMMITTED = "journal committed"
     """Controller: records are durable, before any client is answered."""
+    ROWS_IN_MEMORY = "rows in memory"
+    """Controller: a put is durable and can be read, and its client has no answer."""
     SESSIONS_STORED = "sessions stored"
     """Rollout: trajectories are stored, and their sessions are not settled."""
     SESSIONS_SETTLED = "sessions settled"

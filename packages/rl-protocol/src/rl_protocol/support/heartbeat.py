@@ -1,4 +1,4 @@
-"""A heartbeat shows that a process runs: a thread of it counts in a file of this host.
+"""A heartbeat shows that a process runs: a thread of it counts in a file or in memory of its host.
 
 A process that is stopped does not count, nor does one in which a thread keeps the GIL for ever.
 """
@@ -6,9 +6,12 @@ A process that is stopped does not count, nor does one in which a thread keeps t
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 import time
 from pathlib import Path
+
+from rl_protocol.support.host.shared_memory import create_memory, memory_path
 
 PERIOD_S = 1.0
 """Seconds between two beats."""
@@ -28,7 +31,30 @@ def beat(file: Path, period_s: float = PERIOD_S) -> None:
     with file.open("wb+") as opened:
         opened.write(bytes(_BYTES))
         opened.flush()
-        count = mmap.mmap(opened.fileno(), _BYTES)  # later writes can't fail, as on a full disk
+        _start(opened.fileno(), period_s)
+
+
+def beat_in_memory(period_s: float = PERIOD_S) -> Path:
+    """Have this process count in memory, which ends with it; otherwise as `beat`.
+
+    Args:
+        period_s: seconds between two beats.
+
+    Returns:
+        The path by which processes of this host and user read the count.
+
+    Raises:
+        OSError: the memory can't be created.
+    """
+    number = create_memory("heartbeat")
+    os.ftruncate(number, _BYTES)
+    _start(number, period_s)
+    return memory_path(os.getpid(), number)
+
+
+def _start(fd: int, period_s: float) -> None:
+    """Count in an open file of 8 bytes."""
+    count = mmap.mmap(fd, _BYTES)  # later writes can't fail, as on a full disk
     threading.Thread(target=_count, args=(count, period_s), name="heartbeat", daemon=True).start()
 
 
@@ -41,10 +67,11 @@ def _count(count: mmap.mmap, period_s: float) -> None:
 
 
 def read_beat(file: Path) -> int | None:
-    """The count in a file of `beat`; None: there is no such file."""
+    """The count of `beat` or `beat_in_memory`; None: there is no such file, or the process has
+    ended."""
     try:
         return int.from_bytes(file.read_bytes(), "little")
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError, ProcessLookupError):  # a zombie's files belong to root
         return None
 
 

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec
-from importlib.util import decode_source, module_from_spec
+from importlib.util import decode_source, find_spec, module_from_spec
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -132,7 +132,8 @@ def check_object(name: str, key: str, environment: Mapping[str, str] = os.enviro
     """Check, without running it, that `path.py:name` may be loaded and defines the name.
 
     Raises:
-        ConfigError: as `read_trusted`, or the file is no Python, or lacks the name.
+        ConfigError: as `read_trusted`, or the file is no Python, lacks the name, or imports a
+            module that is not installed.
     """
     file, _, attribute = _split(name, key)
     path, content = read_trusted(file, key, environment)
@@ -144,6 +145,12 @@ def check_object(name: str, key: str, environment: Mapping[str, str] = os.enviro
     names = set(_names(tree.body))
     if attribute not in names and not names & {"*", "__getattr__"}:
         raise _lacks(name, key, path, {one for one in names if not one.startswith("_")})
+    for line, module in _imports(tree.body):
+        if module not in sys.modules and find_spec(module) is None:
+            raise ConfigError(
+                f"{key}={name!r} can't be loaded: {path}, line {line} imports {module!r}, which is not installed. Install it; for a "
+                f"module in the folder of the file, set PYTHONPATH={shlex.quote(str(path.parent))}."
+            )
 
 
 def find_object(name: str, key: str, environment: Mapping[str, str] = os.environ) -> str:
@@ -244,6 +251,17 @@ def _lacks(name: str, key: str, path: Path, names: Iterable[str]) -> ConfigError
     return ConfigError(
         f"{key}={name!r}: {path} defines no {attribute!r}; it defines {', '.join(known) or 'nothing'}.{nearest(attribute, known)}"
     )
+
+
+def _imports(body: Iterable[ast.stmt]) -> Iterator[tuple[int, str]]:
+    """Line and top-level package of each import that always runs, so not of those within try or
+    if.
+    """
+    for node in body:
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name.partition(".")[0]) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.lineno, node.module.partition(".")[0]
 
 
 def _names(body: Iterable[ast.stmt]) -> Iterator[str]:

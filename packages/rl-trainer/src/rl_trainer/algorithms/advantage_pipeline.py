@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from rl_protocol import BatchData, KVBatchMeta, RaggedColumn, RowKey
 from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs, role_baselines
 from rl_trainer.algorithms.arrays import BoolArray, FloatArray, IntArray, row_sums
 from rl_trainer.algorithms.covariance_tokens import clip_cov_tokens, kl_cov_tokens
+from rl_trainer.algorithms.data_sources import SourceRows
 from rl_trainer.algorithms.kl import kl_penalty
-from rl_trainer.algorithms.loss_parts import part_weights
+from rl_trainer.algorithms.loss_parts import has_weights, part_weights
 from rl_trainer.algorithms.losses import POLICY_LOSSES
 from rl_trainer.algorithms.metrics import length_stats, stats
 from rl_trainer.algorithms.old_log_prob import LogProbGap
@@ -66,30 +68,34 @@ def estimate_advantages(batch: KVBatchMeta, data: BatchData, settings: Advantage
     """
     config, offsets = settings.algorithm, data.ragged("responses").offsets
     generated, given = _generated(data)
-    observed = ~(generated | given) & bool(config.echo_coef)
+    sources = SourceRows.of(config, data)
+    coefs = sources.coefs()
+    observed = ~(generated | given) & (coefs.echo > 0)
     mask, weights, metrics = _corrected(data, generated, config.rollout_correction)
     scores = data.dense("scores").values.astype(np.float64)
     penalty, reward_kl, kl_metrics = _kl_penalty(data, mask, settings)
     inputs = _inputs(batch, data, settings, mask=mask, token_rewards=penalty, weights=weights)
-    advantages, returns = _estimate(inputs, config)
+    advantages, returns, role_means = _estimate(inputs, sources)
     columns = {
         "advantages": RaggedColumn(advantages.astype(np.float32), offsets, "float32"),
         "returns": RaggedColumn(returns.astype(np.float32), offsets, "float32"),
         "loss_mask": RaggedColumn(mask | given | observed, offsets, "bool"),
     }
-    if config.sft_coef or config.echo_coef or config.rl_coef != 1:
-        weighted = part_weights(given, observed, config)
+    if has_weights(config):
+        weighted = part_weights(given, observed, coefs)
         columns |= {name: RaggedColumn(values, offsets, "float32") for name, values in weighted.items()}
     if weights is not None:
         columns["rollout_is_weights"] = RaggedColumn(weights.astype(np.float32), offsets, "float32")
-    if config.rl_coef and POLICY_LOSSES.get(settings.policy_loss.loss_mode).chooses:
-        columns["chosen_tokens"] = RaggedColumn(_chosen_tokens(inputs, advantages, settings), offsets, "bool")
+    if config.trains_policy and POLICY_LOSSES.get(settings.policy_loss.loss_mode).chooses:
+        columns["chosen_tokens"] = RaggedColumn(
+            _chosen_tokens(_with_policy_loss(inputs, coefs.rl), advantages, settings), offsets, "bool"
+        )
     final, demonstrations = _rows_by_origin(inputs.episodes.final_row, given, offsets)
     rewards = scores if penalty is None else scores + row_sums(penalty, offsets)
     metrics |= kl_metrics | batch_metrics(data, mask, rewards, advantages, returns, settings.response_length, final)
     metrics |= _equal_groups([inputs.keys[row].uid for row in final], scores[final])
     metrics |= stats("demonstration/score", scores[demonstrations])
-    role_means = settings.role_means if inputs.roles is None else role_baselines(inputs)[1]
+    metrics |= sources.metrics(final, scores, advantages, mask)
     metrics |= {f"critic/role_mean/{role}": mean for role, mean in role_means.items()}
     return Estimates(BatchData(columns), metrics, reward_kl, role_means)
 
@@ -137,11 +143,26 @@ def _roles(data: BatchData) -> Sequence[str]:
     return [f"{source}/{extra['role']}" if "role" in extra else source for source, extra in facts]
 
 
-def _estimate(inputs: AdvantageInputs, config: AlgorithmConfig) -> tuple[FloatArray, FloatArray]:
-    """Advantages and returns [T]; 0 in a run without a policy loss."""
-    if not config.rl_coef:
-        return np.zeros(inputs.mask.size), np.zeros(inputs.mask.size)
-    return ADVANTAGE_ESTIMATORS.get(config.adv_estimator).estimate(inputs)
+def _estimate(inputs: AdvantageInputs, sources: SourceRows) -> tuple[FloatArray, FloatArray, Mapping[str, float]]:
+    """Advantages and returns [T], 0 without a policy loss; and the means of the roles after them.
+
+    An estimator sees the sessions of other estimators as sessions without tokens, which it ignores.
+    """
+    advantages, returns, means = np.zeros(inputs.mask.size), np.zeros(inputs.mask.size), inputs.role_means
+    for config, tokens in sources.estimates():
+        estimator, own = ADVANTAGE_ESTIMATORS.get(config.adv_estimator), inputs
+        if tokens is not None:
+            own = replace(inputs, mask=inputs.mask & tokens, norm_by_std=config.norm_adv_by_std_in_grpo)
+        for total, part in zip((advantages, returns), estimator.estimate(own), strict=True):
+            total += part
+        if "extra_info" in estimator.reads:
+            means = role_baselines(own)[1]
+    return advantages, returns, means
+
+
+def _with_policy_loss(inputs: AdvantageInputs, rl: npt.NDArray[np.float32] | np.float32) -> AdvantageInputs:
+    """The inputs without tokens whose policy loss weighs nothing."""
+    return inputs if np.all(rl > 0) else replace(inputs, mask=inputs.mask & (rl > 0))
 
 
 def _generated(data: BatchData) -> tuple[BoolArray, BoolArray]:

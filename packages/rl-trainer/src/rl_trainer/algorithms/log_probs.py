@@ -189,7 +189,9 @@ def _chunks(
         excluded = None if kept is None else kept.excluded(rows, len(weight))
         if excluded is not None:
             scores.masked_fill_(excluded, EXCLUDED)
-        yield rows, torch.log_softmax(scores, -1, dtype=torch.float32, out=log_p[:count]), room[:count], excluded
+        # log_softmax would allocate memory for the float32 scores of each chunk
+        single = scores if scores.dtype == torch.float32 else room[:count].copy_(scores)
+        yield rows, torch.log_softmax(single, -1, out=log_p[:count]), room[:count], excluded
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

@@ -35,14 +35,24 @@ class LossParts:
     columns: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartCoefs:
+    """float32 [T] or a number: the coefficients of the settings for each token's row."""
+
+    rl: npt.NDArray[np.float32] | np.float32
+    sft: npt.NDArray[np.float32] | np.float32
+    echo: npt.NDArray[np.float32] | np.float32
+    ref_kl: npt.NDArray[np.float32] | np.float32
+
+
 def loss_parts(algorithm: AlgorithmConfig, actor: ActorConfig) -> LossParts:
     """The parts of a run with these settings."""
-    rl, demonstrations, observations = algorithm.rl_coef > 0, algorithm.sft_coef > 0, algorithm.echo_coef > 0
+    rl, demonstrations, observations = algorithm.trains_policy, algorithm.demonstrates, algorithm.trains_observations
     ce = demonstrations or observations
     weighted = {
-        "rl_weights": rl and (ce or algorithm.rl_coef != 1),
+        "rl_weights": rl and (ce or any(one.rl_coef != 1 for one in algorithm.variants)),
         "ce_weights": ce,
-        "ref_kl_weights": actor.use_kl_loss and ce,
+        "ref_kl_weights": actor.use_kl_loss and (ce or any(algorithm.ref_kl_coef(s) != 1 for s in algorithm.sources)),
     }
     return LossParts(
         rl=rl,
@@ -52,8 +62,14 @@ def loss_parts(algorithm: AlgorithmConfig, actor: ActorConfig) -> LossParts:
     )
 
 
+def has_weights(algorithm: AlgorithmConfig) -> bool:
+    """Whether the weight of any part can differ between tokens, or from 1."""
+    plain = all(one.rl_coef == 1 for one in algorithm.variants)
+    return bool(algorithm.by_source) or algorithm.demonstrates or algorithm.trains_observations or not plain
+
+
 def part_weights(
-    demonstration: BoolArray, observation: BoolArray, algorithm: AlgorithmConfig
+    demonstration: BoolArray, observation: BoolArray, coefs: PartCoefs
 ) -> Mapping[str, npt.NDArray[np.float32]]:
     """The weights [T] of each part; `demonstration` and `observation` [T] are true for tokens that
     the data and the environment gave.
@@ -61,7 +77,7 @@ def part_weights(
     given, observed = demonstration.astype(np.float32), observation.astype(np.float32)
     own = 1 - given - observed
     return {
-        "rl_weights": np.float32(algorithm.rl_coef) * own,
-        "ce_weights": np.float32(algorithm.sft_coef) * given + np.float32(algorithm.echo_coef) * observed,
-        "ref_kl_weights": own,
+        "rl_weights": coefs.rl * own,
+        "ce_weights": coefs.sft * given + coefs.echo * observed,
+        "ref_kl_weights": coefs.ref_kl * own,
     }

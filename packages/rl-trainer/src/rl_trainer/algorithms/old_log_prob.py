@@ -78,12 +78,15 @@ class LogProbGap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 def recompute_reason(algorithm: AlgorithmConfig) -> str:
     """The setting for which `auto` recomputes in every step; empty: it can take the engine's."""
-    if "sum_pi_squared" in ADVANTAGE_ESTIMATORS.get(algorithm.adv_estimator).reads:
-        return f"AlgorithmConfig.adv_estimator={algorithm.adv_estimator} reads sum_pi_squared of that pass"
-    if algorithm.sft_coef:
+    for one in algorithm.variants:
+        if "sum_pi_squared" in ADVANTAGE_ESTIMATORS.get(one.adv_estimator).reads:
+            return f"AlgorithmConfig.adv_estimator={one.adv_estimator} reads sum_pi_squared of that pass"
+    if algorithm.demonstrates:
         return "AlgorithmConfig.sft_coef trains on answers of the data, which no rollout engine generated"
-    if algorithm.echo_coef:
+    if algorithm.trains_observations:
         return "AlgorithmConfig.echo_coef trains on observations, which no rollout engine generated"
+    if algorithm.router_replay == "R2":
+        return "AlgorithmConfig.router_replay=R2 records the experts in that pass"
     for name in ("rollout_is", "rollout_rs"):
         if getattr(algorithm.rollout_correction, name):
             return f"RolloutCorrectionConfig.{name} compares them with those of the rollout engine"

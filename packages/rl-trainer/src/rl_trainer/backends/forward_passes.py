@@ -64,12 +64,12 @@ def per_token(
     batch: BatchData,
     passes: ForwardPasses,
     names: Sequence[str],
-    compute: Callable[[BatchData], Sequence[torch.Tensor]],
+    compute: Callable[[BatchData], Sequence[torch.Tensor | RaggedColumn]],
 ) -> BatchData:
     """Compute ragged columns, aligned with the responses, without gradients.
 
     `compute` gets parts of the batch, and returns one tensor for each of `names`: float32 [T]; or
-    [T, K], whose column has K values for each token; or int64, whose column is int32.
+    [T, K], whose column has K values for each token; or int64, whose column is int32; or a column.
     """
     parts, order = list[BatchData](), list[int]()
     with torch.no_grad():
@@ -77,7 +77,9 @@ def per_token(
             part = batch.select_rows(rows or [0])
             values = zip(names, compute(part), strict=True)
             offsets = part.ragged("responses").offsets
-            columns = {name: _aligned(value, offsets) for name, value in values}
+            columns = {
+                name: value if isinstance(value, RaggedColumn) else _aligned(value, offsets) for name, value in values
+            }
             if rows:
                 parts.append(BatchData(columns))
                 order += rows

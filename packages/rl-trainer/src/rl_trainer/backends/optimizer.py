@@ -1,9 +1,11 @@
-"""The optimization loop of policy and critic: mini-batches, forward passes, clipping, schedule."""
+"""The optimization loop of policy and critic: mini-batches, forward passes, clipping, schedule;
+and the moving average of the weights.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -14,6 +16,7 @@ from rl_trainer.algorithms.losses.aggregate import BatchCounts
 from rl_trainer.algorithms.metrics import WeightedMeans
 from rl_trainer.backends.forward_passes import ForwardPasses, silent
 from rl_trainer.backends.token_batch import lengths_of
+from rl_trainer.backends.world import CPU
 from rl_trainer.config import OptimConfig
 from rl_trainer.config.lora import LoraConfig
 
@@ -43,10 +46,19 @@ class MiniBatchOptimizer:
     """AdamW with a schedule, gradient clipping and the mini-batch loop, over the trainable weights.
 
     A mini-batch with a non-finite gradient is skipped and counted in `skipped_steps`.
+
+    Args:
+        model: under training, on its device.
+        config: of AdamW.
+        passes: how forward passes are made.
+        offload: keep AdamW's state in host memory, and no gradients, between two `run`.
     """
 
-    def __init__(self, model: torch.nn.Module, config: OptimConfig, passes: ForwardPasses) -> None:
+    def __init__(
+        self, model: torch.nn.Module, config: OptimConfig, passes: ForwardPasses, *, offload: bool = False
+    ) -> None:
         self._config = config
+        self._offload = offload
         self._passes = passes
         self._named = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
         self._weights = list(self._named.values())
@@ -94,19 +106,37 @@ class MiniBatchOptimizer:
             Means over all ranks of what `loss` added, `grad_norm`, `lr` and `skipped_steps`.
         """
         means, norms, skipped = WeightedMeans(), list[float](), 0
-        for rows in mini_batches:
-            norm = self._accumulate(batch, rows, loss, means)
-            norms.append(norm)
-            if np.isfinite(norm):
-                self._step()
-            else:
-                skipped += 1
+        with self._state_on_device():
+            for rows in mini_batches:
+                norm = self._accumulate(batch, rows, loss, means)
+                norms.append(norm)
+                if np.isfinite(norm):
+                    self._step()
+                else:
+                    skipped += 1
         return {
             **means.total(self._passes.world.total).result(),
             "grad_norm": float(np.mean(norms)) if norms else 0.0,
             "lr": float(self._adam.param_groups[0]["lr"]),
             "skipped_steps": float(skipped),
         }
+
+    @contextmanager
+    def _state_on_device(self) -> Generator[None]:
+        """Context in which AdamW's state is on the device of its weights."""
+        if not self._offload:
+            yield
+            return
+        self._move_state(lambda weight: weight.device)
+        try:
+            yield
+        finally:
+            self._adam.zero_grad(set_to_none=True)
+            self._move_state(lambda _: CPU)
+
+    def _move_state(self, device: Callable[[torch.Tensor], torch.device]) -> None:
+        for weight, state in self._adam.state.items():
+            state.update({name: tensor.to(device(weight)) for name, tensor in state.items()})
 
     def _accumulate(self, batch: BatchData, rows: Sequence[int], loss: MicroLoss, means: WeightedMeans) -> float:
         """Compute the clipped gradients of one mini-batch; returns their norm before clipping."""
@@ -128,3 +158,54 @@ class MiniBatchOptimizer:
         for weight in self._weights:
             if not isinstance(weight, DTensor):
                 torch.autograd.graph.increment_version(weight)  # the fused step does not; ComputeWeights reads it
+
+
+class MovingAverage:
+    """Exponential moving average of the trainable weights, in memory beside them.
+
+    It begins as the weights. `update` makes it decay * average + (1 - decay) * weights, as the
+    teacher of SDFT (arXiv 2601.19897) and mean teachers (arXiv 1703.01780). On several ranks each
+    keeps its own part.
+
+    Args:
+        model: the model under training.
+        decay: part of the average that stays at an update, in (0, 1).
+    """
+
+    def __init__(self, model: torch.nn.Module, decay: float) -> None:
+        self._decay = decay
+        self._weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        self._average = {name: weight.detach().clone() for name, weight in self._weights.items()}
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """The average, by the weights' names; its memory, for checkpoints."""
+        return self._average
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the weights into the average."""
+        for name, weight in self._weights.items():
+            _local(self._average[name]).lerp_(_local(weight), 1 - self._decay)
+
+    @contextmanager
+    def applied(self) -> Generator[None]:
+        """Context in which the model has the average in place of its weights."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for name, weight in self._weights.items():
+            weights, average = _local(weight), _local(self._average[name])
+            kept = weights.clone()
+            weights.copy_(average)
+            average.copy_(kept)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor, in its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

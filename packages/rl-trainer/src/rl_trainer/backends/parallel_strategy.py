@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from rl_protocol import ConfigError
@@ -19,12 +21,18 @@ from rl_trainer.backends.loading import UnreadWeights, load_model, load_unread
 from rl_trainer.backends.world import CPU, World, device_of
 from rl_trainer.config.backends import FsdpConfig, TorchConfig
 
+K = TypeVar("K")
+_GROUP_BYTES = 16 << 20
+"""Of full tensors that are gathered together, and then copied out of one buffer."""
+
 
 class ParallelStrategy(Protocol):
     """How a model is spread over ranks."""
 
     world: World
     device: torch.device
+    optimizer_offload: bool
+    """Whether the state of an optimizer is in host memory between updates."""
 
     def load(self, path: Path, *, packed: bool, whole: bool = False) -> tuple[Any, UnreadWeights | None]:
         """`load_model`, and what `prepare` reads of its weights; `whole`: they are read at once."""
@@ -47,6 +55,7 @@ class PlainStrategy:
     def __init__(self, config: TorchConfig = TorchConfig(), device: torch.device = CPU) -> None:  # noqa: B008 (frozen)
         self.world = World()
         self.device = device
+        self.optimizer_offload = config.optimizer_offload
         self._config = config
 
     def load(self, path: Path, *, packed: bool, whole: bool = False) -> tuple[Any, None]:
@@ -70,6 +79,7 @@ class FsdpStrategy:
     def __init__(self, config: FsdpConfig, world: World) -> None:
         self.world = world
         self.device = device_of(config.device)
+        self.optimizer_offload = config.optimizer_offload
         self._config = config
 
     def load(self, path: Path, *, packed: bool, whole: bool = False) -> tuple[Any, UnreadWeights | None]:
@@ -121,3 +131,58 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     order.
     """
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def full_tensors(items: Iterable[tuple[K, Sequence[torch.Tensor]]]) -> Iterator[tuple[K, list[torch.Tensor]]]:
+    """Gather the full parameters of many items, with one collective for up to 16 MiB of small ones.
+
+    A collective takes a round trip between the ranks, however small its tensors are. All ranks
+    iterate over the same items to the end.
+
+    Args:
+        items: key and tensors of each, sharded or not.
+
+    Yields:
+        Each item with its full tensors, on their devices, in the order of `items`.
+    """
+    group, nbytes = list[tuple[K, Sequence[torch.Tensor]]](), 0
+    for item in items:
+        size = sum(tensor.nbytes for tensor in item[1] if isinstance(tensor, DTensor))
+        if group and nbytes + size > _GROUP_BYTES:
+            yield from _gathered(group)
+            group, nbytes = [], 0
+        group.append(item)
+        nbytes += size
+    yield from _gathered(group)
+
+
+def _gathered(items: Sequence[tuple[K, Sequence[torch.Tensor]]]) -> Iterator[tuple[K, list[torch.Tensor]]]:
+    """The items with full tensors; those that FSDP2 has sharded are gathered together."""
+    sharded = [tensor for _, tensors in items for tensor in tensors if _has_row_shards(tensor)]
+    full = iter(_gather_rows(sharded) if len(sharded) > 1 else map(full_tensor, sharded))
+    for key, tensors in items:
+        yield key, [next(full) if _has_row_shards(tensor) else full_tensor(tensor) for tensor in tensors]
+
+
+def _has_row_shards(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+    return isinstance(tensor, DTensor) and tensor.placements == (Shard(0),)
+
+
+def _gather_rows(tensors: Sequence[DTensor]) -> list[torch.Tensor]:
+    """Gather tensors whose rows are sharded over one mesh: the bytes of all shards as one row."""
+    ranks = tensors[0].device_mesh.size()
+    # bytes of the longest shard of each; all ranks but the last ones have one of this size
+    sizes = [-(-len(tensor) // ranks) * (tensor.nbytes // max(1, len(tensor))) for tensor in tensors]
+    *starts, total = accumulate(sizes, initial=0)
+    mine = torch.zeros(total, dtype=torch.uint8, device=tensors[0].to_local().device)
+    for tensor, start in zip(tensors, starts, strict=True):
+        shard = tensor.to_local().detach().flatten().view(torch.uint8)
+        mine[start : start + len(shard)] = shard
+    gathered = [torch.empty_like(mine) for _ in range(ranks)]
+    dist.all_gather(gathered, mine, group=tensors[0].device_mesh.get_group())
+    return [
+        torch.cat([row[start : start + size] for row in gathered])[: tensor.nbytes]
+        .view(tensor.dtype)
+        .view(tensor.shape)
+        for tensor, start, size in zip(tensors, starts, sizes, strict=True)
+    ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,15 @@ import torch
 from safetensors.torch import load_file
 
 from rl_protocol import ConfigError
+from rl_trainer.backends.experts.adapters import adapted_experts, expert_delta, factor_shapes, plain_name
+from rl_trainer.backends.experts.checkpoint_weights import FUSED
 from rl_trainer.config.adapter_folder import WEIGHTS_FILE, check_adapter
 from rl_trainer.config.lora import LoraConfig
 
 ADAPTER = "default"
 PREFIX = "base_model.model."
+_Items = Iterable[tuple[str, Sequence[torch.Tensor]]]
+Gather = Callable[[_Items], _Items]
 
 
 def attach(model: Any, config: LoraConfig, seed: int) -> Any:
@@ -59,16 +63,26 @@ def attach_in_place(body: Any, config: LoraConfig, seed: int) -> None:
 def _settings(model: Any, config: LoraConfig, **more: Any) -> peft.LoraConfig:
     """The settings under peft's names, for a model that has all targets."""
     present = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    missing = [name for name in config.targets() if name not in present]
+    shapes = [(name, tuple(weight.shape)) for name, weight in model.named_parameters()]
+    experts = list(adapted_experts(shapes, config))
+    inside = {part for name in experts for part in FUSED[name.rpartition(".")[2]]}
+    if both := sorted(inside & present):
+        raise ConfigError(
+            f"LoraConfig.target_modules names {', '.join(both)}, which this model has inside and outside of experts; peft can't adapt both. "
+            "Leave them out."
+        )
+    missing = [name for name in config.targets() if name not in present | inside]
     if missing:
         raise ConfigError(
-            f"LoraConfig.target_modules names {', '.join(missing)}, which this model does not have; it has {', '.join(sorted(present))}."
+            f"LoraConfig.target_modules names {', '.join(missing)}, which this model does not have; it has {', '.join(sorted(present | inside))}."
         )
     return peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType]: declared int, computed as a number
         lora_dropout=config.dropout,
-        target_modules=list(config.targets()),
+        # peft would double the rank of gate_proj and up_proj of experts
+        target_modules=[name for name in config.targets() if name not in inside],
+        target_parameters=experts or None,
         exclude_modules=list(config.exclude) or None,
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
@@ -101,13 +115,11 @@ def dropping(model: torch.nn.Module) -> Generator[None]:
             module.eval()
 
 
-def adapter_weights(
-    state: Mapping[str, torch.Tensor], full_tensor: Callable[[torch.Tensor], torch.Tensor]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def adapter_weights(state: Mapping[str, torch.Tensor], gather: Gather) -> Iterator[tuple[str, torch.Tensor]]:
     """The adapter's tensors under PEFT's names; for the arguments see `merged_weights`."""
-    for name, tensor in state.items():
-        if ".lora_" in name:
-            yield name.replace(f".{ADAPTER}.", "."), full_tensor(tensor)
+    sharded = ((name, (tensor,)) for name, tensor in state.items() if ".lora_" in name)
+    for name, (tensor,) in gather(sharded):
+        yield name.replace(f".{ADAPTER}.", "."), tensor
 
 
 def base_weights(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -116,7 +128,7 @@ def base_weights(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _plain(name: str) -> str:
-    return name.removeprefix(PREFIX).replace(".base_layer.", ".")
+    return plain_name(name.removeprefix(PREFIX))
 
 
 class MergedAdapter:
@@ -134,15 +146,19 @@ class MergedAdapter:
             for name, module in model.named_modules()
             if isinstance(module, torch.nn.Linear) and config.covers(name)
         }
+        parameters = {name: weight.detach() for name, weight in model.named_parameters() if weight.ndim == 3}
+        self._factors = adapted_experts(((name, tuple(one.shape)) for name, one in parameters.items()), config)
+        self._experts = {name: parameters[name].clone() for name in self._factors}
 
     @property
     def merged(self) -> frozenset[str]:
         """Names of the weights that an adapter changes."""
-        return frozenset(f"{name}.weight" for name in self._base)
+        return frozenset((*(f"{name}.weight" for name in self._base), *self._experts))
 
     def share(self, base: Mapping[str, torch.Tensor]) -> None:
         """Merge into these weights, which equal the copies and never change; drop the copies."""
         self._base = {name: base[f"{name}.weight"] for name in self._base}
+        self._experts = {name: base[name] for name in self._experts}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor of an adapter, by name."""
@@ -153,17 +169,20 @@ class MergedAdapter:
             found[f"{PREFIX}{name}.lora_B.weight"] = (out, self._config.rank)
             if self._config.use_dora:
                 found[f"{PREFIX}{name}.lora_magnitude_vector.weight"] = (out,)
+        for name, module in self._factors.items():
+            a, b = factor_shapes(tuple(self._experts[name].shape), self._config.rank)
+            found |= {f"{PREFIX}{module}.lora_A.weight": a, f"{PREFIX}{module}.lora_B.weight": b}
         return found
 
     def weights(self, adapter: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights that differ from the base; `adapter` holds the tensors named by `shapes`."""
-        state = {f"{PREFIX}{name}.base_layer.weight": weight for name, weight in self._base.items()}
+        state = {f"{PREFIX}{name}.base_layer.weight": weight for name, weight in self._base.items()} | self._experts
         state |= {f"{name.removesuffix('.weight')}.{ADAPTER}.weight": tensor for name, tensor in adapter.items()}
-        return merged_weights(state, self._config, lambda tensor: tensor)
+        return merged_weights(state, self._config, lambda items: items)
 
 
 def merged_weights(
-    state: Mapping[str, torch.Tensor], config: LoraConfig, full_tensor: Callable[[torch.Tensor], torch.Tensor]
+    state: Mapping[str, torch.Tensor], config: LoraConfig, gather: Gather
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Weights of the equivalent model without adapters, under its checkpoint's names.
 
@@ -172,17 +191,26 @@ def merged_weights(
     Args:
         state: state_dict of the model with adapters.
         config: settings of the adapters.
-        full_tensor: gathers a sharded tensor.
+        gather: gathers sharded tensors; see `rl_trainer.backends.parallel_strategy.full_tensors`.
     """
-    for name, tensor in state.items():
-        if ".lora_" in name:
-            continue
-        plain, weight = _plain(name), full_tensor(tensor)
-        module, is_weight = name.removesuffix(".base_layer.weight"), name.endswith(".base_layer.weight")
-        if is_weight:
-            a, b = (full_tensor(state[f"{module}.lora_{side}.{ADAPTER}.weight"]) for side in "AB")
-            weight = weight + config.scaling * (b @ a)
-            magnitude = state.get(f"{module}.lora_magnitude_vector.{ADAPTER}.weight")
-            if magnitude is not None:
-                weight = weight * (full_tensor(magnitude) / weight.norm(dim=1))[:, None]
+    plain_shapes = ((_plain(name), tuple(tensor.shape)) for name, tensor in state.items() if ".lora_" not in name)
+    experts = adapted_experts(plain_shapes, config)
+
+    def sharded() -> Iterator[tuple[str, tuple[torch.Tensor, ...]]]:
+        """Name and weight of each, with what its adapter has: A, B, and with DoRA the magnitude."""
+        for name, tensor in state.items():
+            if ".lora_" not in name:
+                plain = _plain(name)
+                module = f"{PREFIX}{experts[plain]}" if plain in experts else name.removesuffix(".base_layer.weight")
+                factors = (f"{module}.{part}.{ADAPTER}.weight" for part in ("lora_A", "lora_B"))
+                magnitude = f"{module}.lora_magnitude_vector.{ADAPTER}.weight"
+                yield plain, (tensor, *(state[one] for one in (*factors, magnitude) if one in state))
+
+    for plain, (weight, *adapter) in gather(sharded()):
+        if adapter:
+            a, b, *magnitude = adapter
+            delta = expert_delta(a, b, len(weight)) if plain in experts else b @ a
+            weight = weight + config.scaling * delta
+            if magnitude:
+                weight = weight * (magnitude[0] / weight.norm(dim=1))[:, None]
         yield plain, weight

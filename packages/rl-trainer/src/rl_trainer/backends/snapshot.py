@@ -24,13 +24,13 @@ from torch.distributed.tensor import DTensor, Shard
 from rl_protocol import ConfigError, OutputError
 from rl_protocol.errors import UNREADABLE
 from rl_protocol.torch import tensor_digest
-from rl_trainer.backends.optimizer import MiniBatchOptimizer
+from rl_trainer.backends.optimizer import MiniBatchOptimizer, MovingAverage
 from rl_trainer.backends.world import World
 from rl_trainer.checkpoints.resumable import Write
 
 PLACES = "places"
 """Metadata of a file: JSON, name -> [shape of the full tensor, first row in this file]."""
-MODEL, OPTIMIZER = "model/", "optimizer/"
+MODEL, OPTIMIZER, AVERAGE = "model/", "optimizer/", "average/"
 
 
 class RandomState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -84,10 +84,16 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     random: RandomState
 
 
-def snapshot(model: torch.nn.Module, optimizer: MiniBatchOptimizer, updates: int, world: World) -> Write:
+def snapshot(
+    model: torch.nn.Module,
+    optimizer: MiniBatchOptimizer,
+    updates: int,
+    world: World,
+    average: MovingAverage | None = None,
+) -> Write:
     """Copy this rank's part; see rl_trainer.checkpoints.resumable.Resumable."""
     tensors, places = dict[str, torch.Tensor](), dict[str, tuple[list[int], int]]()
-    for name, tensor in _tensors(model, optimizer).items():
+    for name, tensor in _tensors(model, optimizer, average).items():
         own, start = _own(tensor, world)
         if own is not None:
             tensors[name] = own.detach().to("cpu", copy=True).contiguous()
@@ -107,7 +113,13 @@ def snapshot(model: torch.nn.Module, optimizer: MiniBatchOptimizer, updates: int
     return write
 
 
-def restore(model: torch.nn.Module, optimizer: MiniBatchOptimizer, folder: Path, world: World) -> int:
+def restore(
+    model: torch.nn.Module,
+    optimizer: MiniBatchOptimizer,
+    folder: Path,
+    world: World,
+    average: MovingAverage | None = None,
+) -> int:
     """Restore the snapshot of all ranks; returns the number of updates made.
 
     A rank gets the random state of the rank with its number, and keeps its own if there was none.
@@ -120,7 +132,7 @@ def restore(model: torch.nn.Module, optimizer: MiniBatchOptimizer, folder: Path,
             saved = SavedTensors(folder, stack)
             moments = [name.removeprefix(OPTIMIZER) for name in saved.names if name.startswith(OPTIMIZER)]
             optimizer.expect(moments)
-            wanted = _tensors(model, optimizer)
+            wanted = _tensors(model, optimizer, average)
             if wanted.keys() != saved.names:
                 raise _another(folder, f"{', '.join(sorted(wanted.keys() ^ saved.names)[:4])} is in one of them only")
             for name, tensor in wanted.items():
@@ -142,9 +154,11 @@ def restore(model: torch.nn.Module, optimizer: MiniBatchOptimizer, folder: Path,
     return state.updates
 
 
-def state_digest(model: torch.nn.Module, optimizer: MiniBatchOptimizer, world: World) -> str:
+def state_digest(
+    model: torch.nn.Module, optimizer: MiniBatchOptimizer, world: World, average: MovingAverage | None = None
+) -> str:
     """See rl_trainer.checkpoints.resumable.Resumable."""
-    own = {name: _own(tensor, world)[0] for name, tensor in _tensors(model, optimizer).items()}
+    own = {name: _own(tensor, world)[0] for name, tensor in _tensors(model, optimizer, average).items()}
     return tensor_digest({name: tensor for name, tensor in own.items() if tensor is not None})
 
 
@@ -186,17 +200,18 @@ class SavedTensors:
                     local[begin - first : end - first].copy_(rows[begin - start : end - start])
 
 
-def _tensors(model: torch.nn.Module, optimizer: MiniBatchOptimizer) -> dict[str, torch.Tensor]:
-    """What training changes: trainable weights, buffers, and moments. Frozen weights are in
-    model.path.
+def _tensors(
+    model: torch.nn.Module, optimizer: MiniBatchOptimizer, average: MovingAverage | None
+) -> dict[str, torch.Tensor]:
+    """What training changes: trainable weights, buffers, moments, and the weights' moving average.
+    Frozen weights are in model.path.
     """
     weights = dict(model.named_parameters())
     all_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     kept = {name: weight for name, weight in weights.items() if weight.requires_grad}
     kept |= {name: tensor for name, tensor in model.state_dict().items() if name not in all_names}
-    return {f"{MODEL}{name}": tensor for name, tensor in kept.items()} | {
-        f"{OPTIMIZER}{name}": tensor for name, tensor in optimizer.moments().items()
-    }
+    named = {MODEL: kept, OPTIMIZER: optimizer.moments(), AVERAGE: average.tensors if average is not None else {}}
+    return {f"{kind}{name}": tensor for kind, tensors in named.items() for name, tensor in tensors.items()}
 
 
 def _own(tensor: torch.Tensor, world: World) -> tuple[torch.Tensor | None, int]:

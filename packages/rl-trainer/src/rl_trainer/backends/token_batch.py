@@ -16,6 +16,7 @@ from rl_protocol.batch.packed_arrays import SHAPES_SUFFIX
 from rl_protocol.kept_tokens import KeptTokens
 from rl_protocol.padding import pad_sequences
 from rl_protocol.rl_columns import GRIDS, PATCHES
+from rl_protocol.routed_tokens import experts_at_places, experts_of
 from rl_trainer.algorithms.arrays import IntArray
 from rl_trainer.algorithms.losses.policy_objective import TokenColumns
 from rl_trainer.algorithms.losses.value_loss import ValueColumns
@@ -52,6 +53,19 @@ class TokenBatch:
     """The first place that is read; outputs before it are not needed."""
     kept: KeptTokens | None = None
     """The tokens from which each response token was sampled; None: from all."""
+    routed: torch.Tensor | None = None
+    """int64 [places of the input, layers, K], the experts at each place; -1: the router chooses.
+    None: it does so everywhere."""
+
+    sources: IntArray | None = None
+    """int64 [N, longest], the place in a packed input of each token; None: padded."""
+
+    def places(self) -> IntArray:
+        """int64 [N, longest], the place in the flattened input of each token of the rows."""
+        if self.sources is not None:
+            return self.sources
+        width = self.inputs["input_ids"].shape[1]
+        return np.arange(self.rows * width).reshape(self.rows, width)
 
     def read(self, output: torch.Tensor, first: int = 0) -> torch.Tensor:
         """[T, ...] of the model's output for every place from `first` on, [rows, places, ...]."""
@@ -72,7 +86,7 @@ def token_batch(
 
     Args:
         batch: `prompts`, `responses`; for a model with images also IMAGE_COLUMNS; where top-p or
-            top-k excluded tokens also KEPT_COLUMNS.
+            top-k excluded tokens also KEPT_COLUMNS; where experts are replayed also ROUTED_COLUMNS.
         pad_id: padding token.
         packed: join sequences end to end, without their last tokens, whose outputs are not read;
             not possible with images. Rows may share the tokens of equal prompts.
@@ -88,9 +102,11 @@ def token_batch(
     prompts, responses = batch.ragged("prompts"), batch.ragged("responses")
     joined = pad_sequences(prompts, responses, fill=pad_id)
     place, line = joined.place, joined.row
+    experts, sources = experts_at_places(batch, joined.ids.shape[1]), None
     inputs: dict[str, Any]
     if packed:
         tokens = packed_tokens(batch)
+        sources = tokens.at
         longest = tokens.at.shape[1]
         place = torch.from_numpy(tokens.at)[joined.row, joined.place]
         line = torch.zeros_like(joined.row)
@@ -100,6 +116,7 @@ def token_batch(
             "position_ids": (first % longest)[None].to(device),
             "layout": PackedLayout.of(tokens).to(device),
         }
+        experts = None if experts is None else experts[:, :longest].reshape(-1, *experts.shape[2:])[tokens.first]
     else:
         inputs = {
             "input_ids": joined.ids.to(device),
@@ -108,6 +125,7 @@ def token_batch(
         }
         if image_token is not None and blank is not None and "pixel_values" not in inputs:
             inputs = _with_blank(inputs, image_token, *blank)
+        experts = None if experts is None else experts.reshape(-1, *experts.shape[2:])
     return TokenBatch(
         inputs=inputs,
         line=line.to(device),
@@ -117,19 +135,24 @@ def token_batch(
         targets=joined.targets.to(device),
         first=int(place.numpy().min(initial=int(prompts.lengths.max(initial=0)))),
         kept=KeptTokens.of(batch, device),
+        routed=None if experts is None else torch.from_numpy(experts).to(device, torch.int64),
+        sources=sources,
     )
 
 
 def packed_tokens(batch: BatchData) -> TokenNumbers:
     """Number the tokens of `prompts` and `responses`, without the last token of each response.
 
-    Rows with equal prompts share the tokens of the prompt if that saves at least one token in
-    SHARED_FROM; sequences of equal length that share nothing need no copies in attention.
+    Rows with equal prompts, whose tokens have the same experts, share the tokens of the prompt if
+    that saves at least one token in SHARED_FROM; sequences of equal length that share nothing need
+    no copies in attention.
     """
     prompts, lengths = batch.ragged("prompts"), lengths_of(batch) - (batch.ragged("responses").lengths > 0)
-    first: dict[bytes, int] = {}
-    spans = pairwise(prompts.offsets.tolist())
-    owner = np.array([first.setdefault(prompts.values[a:b].tobytes(), i) for i, (a, b) in enumerate(spans)], np.int64)
+    first: dict[tuple[bytes, bytes], int] = {}
+    spans, experts = pairwise(prompts.offsets.tolist()), experts_of(batch)
+    routed = [b"" if experts is None else experts[i][:size].tobytes() for i, size in enumerate(prompts.lengths)]
+    names = [(prompts.values[a:b].tobytes(), routed[i]) for i, (a, b) in enumerate(spans)]
+    owner = np.array([first.setdefault(name, i) for i, name in enumerate(names)], np.int64)
     saved = prompts.lengths[owner != np.arange(len(owner))].sum()
     if saved * SHARED_FROM < lengths.sum():
         owner = np.arange(len(owner))

@@ -39,7 +39,8 @@ class ValueModel(torch.nn.Module):
     def forward(self, tokens: TokenBatch) -> torch.Tensor:
         """Value before each response token, [T]."""
         hidden = self.body(**tokens.inputs, use_cache=False).last_hidden_state
-        return self.head(tokens.read(hidden)).squeeze(-1).float()
+        values = self.head(tokens.read(hidden)).squeeze(-1)
+        return values.to(torch.float32, copy=True)  # FSDP2 warns of a view
 
 
 class TorchCriticBackend:
@@ -82,7 +83,9 @@ class TorchCriticBackend:
         self._objective = ValueObjective(config)
         world = self._strategy.world
         self._forward = ForwardPasses.of(world, config, forward_rows)
-        self._optimizer = MiniBatchOptimizer(self._model, config.optim, ForwardPasses.of(world, config))
+        self._optimizer = MiniBatchOptimizer(
+            self._model, config.optim, ForwardPasses.of(world, config), offload=self._strategy.optimizer_offload
+        )
         self._updates = 0
 
     def compute_values(self, batch: BatchData) -> BatchData:

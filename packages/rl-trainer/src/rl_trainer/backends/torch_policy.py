@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,19 +13,22 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoTokenizer
 
-from rl_protocol import BatchData, ConfigError, OutputError, WeightTensor
+from rl_protocol import BatchData, ConfigError, OutputError, RaggedColumn, WeightTensor
 from rl_protocol.ports import WeightCapabilities
+from rl_protocol.rl_columns import ROUTED_COLUMNS
 from rl_protocol.torch import to_weight
 from rl_trainer.algorithms.batching import schedule_rows
 from rl_trainer.algorithms.log_probs import log_prob_columns
 from rl_trainer.algorithms.losses.aggregate import BatchCounts
 from rl_trainer.algorithms.losses.policy_objective import PolicyObjective
 from rl_trainer.algorithms.metrics import WeightedMeans
+from rl_trainer.backends.experts.routed_tokens import recorded_columns
+from rl_trainer.backends.experts.routing import ExpertRouting
 from rl_trainer.backends.forward_passes import ForwardPasses, per_token
 from rl_trainer.backends.loading import Facts, layer_names
-from rl_trainer.backends.optimizer import MiniBatchOptimizer, adapter_dropout
+from rl_trainer.backends.optimizer import MiniBatchOptimizer, MovingAverage, adapter_dropout
 from rl_trainer.backends.output_head import OutputHead
-from rl_trainer.backends.parallel_strategy import ParallelStrategy, PlainStrategy, full_tensor
+from rl_trainer.backends.parallel_strategy import ParallelStrategy, PlainStrategy, full_tensors
 from rl_trainer.backends.snapshot import restore, snapshot, state_digest
 from rl_trainer.backends.token_batch import TokenBatch, lengths_of, token_batch, token_columns
 from rl_trainer.backends.world import CPU
@@ -48,6 +52,10 @@ class PolicyOptions:
             also find that many of the most probable tokens (at most all), in TOP_COLUMNS.
         forward_rows: responses per forward pass when no gradient is needed.
         frozen: the policy is a reference: `update` is refused, and no optimizer is built.
+        replays_experts: forward passes of rows with ROUTED_COLUMNS take these experts.
+        records_experts: `compute_log_probs` also returns those columns.
+        teacher_ema: `compute_teacher_log_probs` is of the moving average of the weights, of which
+            that part stays at each update; 0: of the policy as it is.
     """
 
     correction: RolloutCorrectionConfig | None = None
@@ -55,6 +63,9 @@ class PolicyOptions:
     top: int = 0
     forward_rows: int = 512
     frozen: bool = False
+    replays_experts: bool = False
+    records_experts: bool = False
+    teacher_ema: float = 0.0
 
 
 class TorchPolicyBackend:
@@ -98,6 +109,8 @@ class TorchPolicyBackend:
             self._model = attach(self._model, self._lora, seed)
         self._head = OutputHead.of(self._model)
         self._strategy.prepare(self._model, layers, unread)
+        self._experts = ExpertRouting(self._model) if options.replays_experts else None
+        self._records_experts = options.records_experts
         self._sum_pi_squared = options.sum_pi_squared
         self._top = min(options.top, self._model.config.get_text_config().vocab_size)
         self._frozen = options.frozen
@@ -107,20 +120,30 @@ class TorchPolicyBackend:
         self._updates = 0
         self._optimizer: MiniBatchOptimizer | None = None
         if config is not None and not options.frozen:
-            self._optimizer = MiniBatchOptimizer(self._model, config.optim, ForwardPasses.of(world, config))
+            self._optimizer = MiniBatchOptimizer(
+                self._model, config.optim, ForwardPasses.of(world, config), offload=self._strategy.optimizer_offload
+            )
             self._objective = PolicyObjective(config, options.correction)
+        self._average = MovingAverage(self._model, options.teacher_ema) if options.teacher_ema else None
 
     def compute_log_probs(self, batch: BatchData, *, temperature: float) -> BatchData:
-        return self._compute(batch, temperature, squares=self._sum_pi_squared, top=self._top if self._frozen else 0)
+        top = self._top if self._frozen else 0
+        return self._compute(batch, temperature, squares=self._sum_pi_squared, top=top, experts=self._records_experts)
 
-    def _compute(self, batch: BatchData, temperature: float, *, squares: bool, top: int) -> BatchData:
+    def _compute(
+        self, batch: BatchData, temperature: float, *, squares: bool, top: int, experts: bool = False
+    ) -> BatchData:
         names = ["log_probs", "entropy", *(["sum_pi_squared"] if squares else []), *(TOP_COLUMNS if top else ())]
+        names += ROUTED_COLUMNS if experts else ()
 
-        def compute(part: BatchData) -> Sequence[torch.Tensor]:
-            rows = self._columns(self._tokens(part), temperature, squares=squares, top=top)
+        def compute(part: BatchData) -> Sequence[torch.Tensor | RaggedColumn]:
+            tokens = self._tokens(part)
+            with self._experts.recording() if self._experts and experts else nullcontext() as chosen:
+                rows = self._columns(tokens, temperature, squares=squares, top=top)
+            recorded = [] if chosen is None else recorded_columns(chosen, part, tokens.places())
             if not top:
-                return rows.unbind()
-            return [*rows[: -2 * top], rows[-2 * top : -top].t(), rows[-top:].t().long()]
+                return [*rows.unbind(), *recorded]
+            return [*rows[: -2 * top], rows[-2 * top : -top].t(), rows[-top:].t().long(), *recorded]
 
         return per_token(batch, self._forward, names, compute)
 
@@ -138,8 +161,11 @@ class TorchPolicyBackend:
             return self._compute(batch, temperature, squares=False, top=self._top)
 
     def compute_teacher_log_probs(self, batch: BatchData, *, temperature: float) -> BatchData:
-        """`log_probs`, `entropy` and the most probable tokens of this policy as it is."""
-        return self._compute(batch, temperature, squares=False, top=self._top)
+        """`log_probs`, `entropy` and the most probable tokens of this policy as it is, or of its
+        moving average (PolicyOptions.teacher_ema).
+        """
+        with self._average.applied() if self._average is not None else nullcontext():
+            return self._compute(batch, temperature, squares=False, top=self._top)
 
     def update(self, batch: BatchData, *, temperature: float) -> dict[str, float]:
         """Update the policy; metrics are named actor/* unless their name contains a slash."""
@@ -161,6 +187,8 @@ class TorchPolicyBackend:
         with adapter_dropout(self._model, self._lora):
             metrics = optimizer.run(batch, mini_batches, loss)
         self._updates += 1
+        if self._average is not None:
+            self._average.update()
         return {name if "/" in name else f"actor/{name}": value for name, value in metrics.items()}
 
     def named_weights(self) -> Iterable[WeightTensor]:
@@ -171,11 +199,12 @@ class TorchPolicyBackend:
         """
         state = self._model.state_dict()
         if self._lora is None:
-            pairs = ((name, full_tensor(tensor)) for name, tensor in state.items())
+            items = full_tensors((name, (tensor,)) for name, tensor in state.items())
+            pairs = ((name, tensor) for name, (tensor,) in items)
         else:
             from rl_trainer.backends.peft_lora import merged_weights  # needs the extra `lora`
 
-            pairs = merged_weights(state, self._lora, full_tensor)
+            pairs = merged_weights(state, self._lora, full_tensors)
         for name, tensor in pairs:
             yield to_weight(name, tensor)
 
@@ -189,7 +218,7 @@ class TorchPolicyBackend:
             raise ConfigError("Without LoRA (LoraConfig.rank=0) the policy has no adapter to send.")
         from rl_trainer.backends.peft_lora import adapter_weights  # needs the extra `lora`
 
-        for name, tensor in adapter_weights(self._model.state_dict(), full_tensor):
+        for name, tensor in adapter_weights(self._model.state_dict(), full_tensors):
             yield to_weight(name, tensor)
 
     def base_weights(self) -> Mapping[str, torch.Tensor]:
@@ -247,13 +276,13 @@ class TorchPolicyBackend:
         return write
 
     def snapshot(self) -> Write:
-        return snapshot(self._model, self._trained(), self._updates, self._strategy.world)
+        return snapshot(self._model, self._trained(), self._updates, self._strategy.world, self._average)
 
     def state_digest(self) -> str:
-        return state_digest(self._model, self._trained(), self._strategy.world)
+        return state_digest(self._model, self._trained(), self._strategy.world, self._average)
 
     def restore(self, folder: Path) -> None:
-        self._updates = restore(self._model, self._trained(), folder, self._strategy.world)
+        self._updates = restore(self._model, self._trained(), folder, self._strategy.world, self._average)
 
     def _trained(self) -> MiniBatchOptimizer:
         if self._optimizer is None:
@@ -269,12 +298,14 @@ class TorchPolicyBackend:
             from rl_trainer.backends.peft_lora import base_weights, merged_weights  # needs the extra `lora`
 
             base = base_weights(state)
-            for name, tensor in merged_weights(state, self._lora, full_tensor):
+            for name, tensor in merged_weights(state, self._lora, full_tensors):
                 yield name, id(base[name]), tensor
             return
-        for name, tensor in state.items():
-            if self._lora is None or ".lora_" in name:
-                yield name, id(tensor), full_tensor(tensor)
+        sharded = (
+            ((name, id(tensor)), (tensor,)) for name, tensor in state.items() if self._lora is None or ".lora_" in name
+        )
+        for (name, parameter), (tensor,) in full_tensors(sharded):
+            yield name, parameter, tensor
 
     def _tokens(self, batch: BatchData) -> TokenBatch:
         return token_batch(
@@ -297,6 +328,8 @@ class TorchPolicyBackend:
     ) -> torch.Tensor:
         """`log_prob_columns` of the response tokens, and of `others` [T, K] in their places."""
         targets = tokens.targets if others is None else torch.cat([tokens.targets[:, None], others], 1)
+        if self._experts is not None:
+            self._experts.replay(tokens.routed)
         if self._head is None:
             logits = self._logits(tokens)
             return log_prob_columns(logits, targets, temperature, squares=squares, top=top, kept=tokens.kept)

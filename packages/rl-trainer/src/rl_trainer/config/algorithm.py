@@ -1,10 +1,14 @@
-"""Options of how advantages come from rewards."""
+"""Options of the algorithm: how advantages are computed from rewards."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
-from rl_protocol.support.options import Options, group, option, require
+from rl_protocol import ConfigError
+from rl_protocol.support.options import Options, condition, group, option, require
 from rl_trainer.config.kl import KL_PENALTIES, kl_name
 from rl_trainer.config.rollout_correction import RolloutCorrectionConfig
 
@@ -16,6 +20,28 @@ ANSWER = "{answer}"
 
 
 FILTER_METRICS = ("acc", "score")
+
+
+ROUTER_REPLAYS = ("disabled", "R2", "R3")
+
+
+REF_KL_COEF = "ref_kl_coef"
+"""Setting of a source alone: a factor of ActorConfig.kl_loss_coef."""
+
+
+def _flag(text: str) -> bool:
+    return {"true": True, "false": False}[text.lower()]
+
+
+SOURCE_SETTINGS: Mapping[str, Callable[[str], object]] = {
+    "adv_estimator": str,
+    "norm_adv_by_std_in_grpo": _flag,
+    "rl_coef": float,
+    "sft_coef": float,
+    "echo_coef": float,
+    REF_KL_COEF: float,
+}
+"""What `AlgorithmConfig.by_source` may set -> how its text is read."""
 
 
 OLD_LOG_PROBS = ("auto", "recompute", "rollout", "interpolate")
@@ -91,6 +117,11 @@ class AlgorithmConfig(Options):
         "from its actions",
         ge=0,
     )
+    by_source: tuple[str, ...] = option(
+        (),
+        "settings for the rows of one data_source, as in adv_estimator=rloo@chat,rl_coef=0@answers,sft_coef=1@answers: "
+        f"{', '.join(SOURCE_SETTINGS)} (a factor of ActorConfig.kl_loss_coef); other rows have those of the algorithm",
+    )
     teacher_context: str = option(
         "",
         f"self-distillation: text that the reference policy sees before each prompt and the policy does not; {ANSWER} in it stands for the data's "
@@ -102,6 +133,14 @@ class AlgorithmConfig(Options):
         "the reference policy is the policy as it is before each update, with teacher_context; false: the initial one",
         needs="teacher_context",
     )
+    teacher_ema: float = option(
+        0.0,
+        "part of its weights that this teacher keeps at each update: it is the moving average of the policy (SDFT, arXiv:2601.19897), such as "
+        "0.99; 0: the policy as it is",
+        ge=0,
+        lt=1,
+        needs="teacher_is_policy",
+    )
     gamma: float = option(1.0, "discount per token; gigpo: per turn", ge=0, le=1, verl=".")
     lam: float = option(1.0, "lambda of GAE", ge=0, le=1, needs="trains_critic", verl=".")
     norm_adv_by_std_in_grpo: bool = option(
@@ -112,14 +151,14 @@ class AlgorithmConfig(Options):
     )
     gdpo_reward_weights: tuple[float, ...] = option((), "gdpo: weights of these; empty: all 1", verl=".")
     gigpo_step_coef: float = option(
-        1.0, "gigpo: weight of a turn's advantage, beside that of its session", ge=0, needs="adv_estimator=gigpo"
+        1.0, "gigpo: weight of a turn's advantage, beside that of its session", ge=0, needs="estimates_gigpo"
     )
     rae_decay: float = option(
         0.95,
         "rae: part of a role's mean score that stays when a response is added",
         ge=0,
         lt=1,
-        needs="adv_estimator=rae",
+        needs="estimates_rae",
     )
     use_kl_in_reward: bool = option(
         False, "subtract the divergence from the reference policy from each token's reward", verl="."
@@ -139,10 +178,28 @@ class AlgorithmConfig(Options):
         gt=0,
         needs="old_log_prob=auto",
     )
+    router_replay: str = option(
+        "disabled",
+        "experts of each token in the passes of the actor, for a model with experts: those of the rollout engine (R3, arXiv:2510.11370), of the "
+        "pass of the actor before the update (R2, arXiv:2512.01374), or what the router chooses in each pass (disabled)",
+        choices=ROUTER_REPLAYS,
+        verl="actor_rollout_ref.actor.megatron.router_replay.mode",
+    )
     rollout_correction: RolloutCorrectionConfig = group(RolloutCorrectionConfig, "train/rollout mismatch", verl=".")
     filter_groups: FilterGroupsConfig = group(FilterGroupsConfig, "dynamic sampling", needs="enable", verl=".")
 
+    @condition("AlgorithmConfig.adv_estimator=gigpo")
+    def estimates_gigpo(self) -> bool:
+        """Whether any rows have this estimator."""
+        return any(one.adv_estimator == "gigpo" for one in self.variants)
+
+    @condition("AlgorithmConfig.adv_estimator=rae")
+    def estimates_rae(self) -> bool:
+        """Whether any rows have this estimator."""
+        return any(one.adv_estimator == "rae" for one in self.variants)
+
     def check(self, path: str) -> None:
+        self._check_sources(path)
         kl_name(self.kl_penalty, KL_PENALTIES, f"{path}kl_penalty")
         require(
             self.use_kl_in_reward or self.kl_ctrl.type == "fixed",
@@ -151,13 +208,133 @@ class AlgorithmConfig(Options):
             self.kl_ctrl.type,
         )
         require(
+            self.router_replay != "R2" or self.old_log_prob in ("auto", "recompute"),
+            f"{path}router_replay",
+            "disabled or R3 without the pass before the update, which old_log_prob=recompute makes",
+            self.router_replay,
+        )
+        require(
             len(self.component_weights) == len(self.gdpo_reward_keys),
             f"{path}gdpo_reward_weights",
             f"one for each of the {len(self.gdpo_reward_keys)} keys",
             self.component_weights,
         )
 
+    def _check_sources(self, path: str) -> None:
+        given = [(name, source) for name, _, source in map(_source_setting, self.by_source)]
+        require(len(set(given)) == len(given), f"{path}by_source", "each setting of a source once", self.by_source)
+        for text in self.by_source:
+            name, value, source = _source_setting(text)
+            require(
+                name in SOURCE_SETTINGS and bool(value) and bool(source),
+                f"{path}by_source",
+                f"setting=value@source, with one of {', '.join(SOURCE_SETTINGS)}",
+                text,
+            )
+            try:
+                number = SOURCE_SETTINGS[name](value)
+            except (ValueError, KeyError):
+                raise ConfigError(
+                    f"{path}by_source: the value of {text!r} can't be read; write rl_coef=0.5@{source}."
+                ) from None
+            within = not isinstance(number, float) or 0 <= number < float("inf")
+            require(within, f"{path}by_source", "weights that are finite and at least 0", text)
+
+    @cached_property
+    def _of_sources(self) -> Mapping[str, Mapping[str, Any]]:
+        """Data source -> its settings by name."""
+        found: dict[str, dict[str, Any]] = {}
+        for text in self.by_source:
+            name, value, source = _source_setting(text)
+            found.setdefault(source, {})[name] = SOURCE_SETTINGS[name](value)
+        return found
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The data sources that `by_source` names."""
+        return tuple(self._of_sources)
+
+    @property
+    def weigh_divergence(self) -> tuple[str, ...]:
+        """The sources for which `by_source` sets the weight of the divergence."""
+        return tuple(source for source, given in self._of_sources.items() if REF_KL_COEF in given)
+
+    @cached_property
+    def _settings(self) -> Mapping[str, AlgorithmConfig]:
+        """Data source -> the settings for its rows."""
+        return {
+            source: replace(self, by_source=(), **{name: one for name, one in given.items() if name != REF_KL_COEF})
+            for source, given in self._of_sources.items()
+        }
+
+    @cached_property
+    def _unnamed(self) -> AlgorithmConfig:
+        """The settings for rows of sources that `by_source` does not name."""
+        return replace(self, by_source=()) if self.by_source else self
+
+    def for_source(self, data_source: str) -> AlgorithmConfig:
+        """The settings for rows of a data source, without `by_source`."""
+        return self._settings.get(data_source, self._unnamed)
+
+    def ref_kl_coef(self, data_source: str) -> float:
+        """Weight of the divergence from the reference for rows of a data source.
+
+        0 by default for those of a source that `by_source` sets to train on answers alone.
+        """
+        given, one = self._of_sources.get(data_source, {}), self.for_source(data_source)
+        alone = given and one.sft_coef and not one.rl_coef
+        return given.get(REF_KL_COEF, 0.0 if alone else 1.0)
+
+    @cached_property
+    def variants(self) -> tuple[AlgorithmConfig, ...]:
+        """The settings of rows that `by_source` does not name, and those of each source that it
+        names.
+        """
+        return (self._unnamed, *self._settings.values())
+
+    @property
+    def trains_policy(self) -> bool:
+        """Whether any rows have a policy loss."""
+        return any(one.rl_coef > 0 for one in self.variants)
+
+    @property
+    def demonstrates(self) -> bool:
+        """Whether answers of the data are trained on."""
+        return any(one.sft_coef > 0 for one in self.variants)
+
+    @property
+    def trains_observations(self) -> bool:
+        """Whether observations of agents are trained on."""
+        return any(one.echo_coef > 0 for one in self.variants)
+
+    def given_responses(self, data_source: str, n: int, *, divergence: bool) -> int:
+        """How many of the `n` responses to a prompt are the data's answer.
+
+        All of them where nothing would be trained on the others, else one, if any.
+
+        Args:
+            data_source: of the prompt.
+            n: responses to each prompt.
+            divergence: whether the divergence from the reference is part of the loss.
+        """
+        one = self.for_source(data_source)
+        if not one.sft_coef:
+            return 0
+        others = one.rl_coef or one.echo_coef or (divergence and self.ref_kl_coef(data_source))
+        return 1 if others else n
+
     @property
     def component_weights(self) -> tuple[float, ...]:
         """`gdpo_reward_weights`; 1 for each key when empty."""
         return self.gdpo_reward_weights or (1.0,) * len(self.gdpo_reward_keys)
+
+
+def _source_setting(text: str) -> tuple[str, str, str]:
+    """Name, value and data source of one item of `AlgorithmConfig.by_source`.
+
+    >>> _source_setting("rl_coef=0.5@chat")
+    ('rl_coef', '0.5', 'chat')
+    """
+    name, _, rest = text.partition("=")
+    value, _, source = rest.partition("@")
+    return name.strip(), value.strip(), source.strip()

@@ -31,6 +31,12 @@ class EngineConfig(Options):
         """Element type of the computation."""
         return "float32"
 
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether the optimizer's state is in host memory between updates, and no gradients are
+        kept."""
+        return False
+
     def check_gpus(self, path: str, count: Callable[[], int]) -> None:
         """Check that this machine has the GPUs that the options need.
 
@@ -47,6 +53,15 @@ class EngineConfig(Options):
         return rank
 
 
+def _check_offload(offload: bool, key: str, device: str, path: str) -> None:
+    require(
+        not (offload and device == "cpu"),
+        key,
+        f"false with {path}device=cpu, where everything is in host memory",
+        offload,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class TorchConfig(EngineConfig):
     """One process (model_engine=torch)."""
@@ -57,10 +72,20 @@ class TorchConfig(EngineConfig):
         "float32, or bfloat16: computes in it; master weights, gradient sums and optimizer stay float32",
         choices=DTYPES,
     )
+    optimizer_offload: bool = option(
+        False, "between updates, keep the state of AdamW in host memory and no gradients (cuda)"
+    )
+
+    def check(self, path: str) -> None:
+        _check_offload(self.optimizer_offload, f"{path}optimizer_offload", self.device, path)
 
     @property
     def trains_on(self) -> str:
         return self.device
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        return self.optimizer_offload
 
     @property
     def computes_in(self) -> str:
@@ -90,13 +115,18 @@ class FsdpConfig(EngineConfig):
         verl="actor_rollout_ref.model.enable_gradient_checkpointing",
     )
     cpu_offload: bool = option(False, "keep weights and optimizer state in host memory (cuda)", verl=".offload_policy")
+    optimizer_offload: bool = option(
+        False, "between updates, keep the state of AdamW in host memory and no gradients (cuda)", verl="."
+    )
 
     def check(self, path: str) -> None:
+        _check_offload(self.cpu_offload, f"{path}cpu_offload", self.device, path)
+        _check_offload(self.optimizer_offload, f"{path}optimizer_offload", self.device, path)
         require(
-            not (self.cpu_offload and self.device == "cpu"),
-            f"{path}cpu_offload",
-            f"false with {path}device=cpu, where everything is in host memory",
-            self.cpu_offload,
+            not (self.cpu_offload and self.optimizer_offload),
+            f"{path}optimizer_offload",
+            f"false with {path}cpu_offload=true, which keeps the optimizer's state in host memory also during updates",
+            self.optimizer_offload,
         )
 
     @property
@@ -106,6 +136,10 @@ class FsdpConfig(EngineConfig):
     @property
     def trains_on(self) -> str:
         return self.device
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        return self.optimizer_offload
 
     @property
     def computes_in(self) -> str:
@@ -126,12 +160,17 @@ class FsdpConfig(EngineConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronConfig(EngineConfig):
-    """Megatron-Core (model_engine=megatron): tensor and pipeline parallelism."""
+    """Megatron-Core (model_engine=megatron): tensor, pipeline and expert parallelism."""
 
     tensor_model_parallel_size: int = option(1, "ranks that share each layer", ge=1, verl=".")
     pipeline_model_parallel_size: int = option(1, "stages that share the layers", ge=1, verl=".")
     sequence_parallel: bool = option(False, "the ranks that share each layer also share the tokens in between")
-    world_size: int = option(0, "processes that share each trained model; 0: one replica, tensor * pipeline", ge=0)
+    expert_model_parallel_size: int = option(
+        1, "replicas of the model that share the experts of each layer; the rest of it is on each", ge=1, verl="."
+    )
+    world_size: int = option(
+        0, "processes that share each trained model; 0: the fewest, tensor * pipeline * expert", ge=0
+    )
     distributed_optimizer: bool = option(
         False, "replicas share the optimizer's state: each has its part of it alone", verl=".use_distributed_optimizer"
     )
@@ -149,10 +188,16 @@ class MegatronConfig(EngineConfig):
             self.sequence_parallel,
         )
         require(
-            self.world_size % self.replica_size == 0,
+            self.world_size % self._fewest == 0,
             f"{path}world_size",
-            f"0 or a multiple of tensor * pipeline ({self.replica_size})",
+            f"0 or a multiple of tensor * pipeline * expert ({self._fewest})",
             self.world_size,
+        )
+        require(
+            not self.distributed_optimizer or self.expert_model_parallel_size == 1,
+            f"{path}distributed_optimizer",
+            f"false with {path}expert_model_parallel_size={self.expert_model_parallel_size}: replicas hold different experts",
+            self.distributed_optimizer,
         )
 
     @property
@@ -163,7 +208,11 @@ class MegatronConfig(EngineConfig):
     @property
     def ranks(self) -> int:
         """Processes of all replicas."""
-        return self.world_size or self.replica_size
+        return self.world_size or self._fewest
+
+    @property
+    def _fewest(self) -> int:
+        return self.replica_size * self.expert_model_parallel_size
 
     @property
     def trains_on(self) -> str:
@@ -172,6 +221,13 @@ class MegatronConfig(EngineConfig):
     @property
     def computes_in(self) -> str:
         return self.param_dtype
+
+    def check_gpus(self, path: str, count: Callable[[], int]) -> None:
+        if self.expert_model_parallel_size > 1 and self.tensor_model_parallel_size > 1:
+            size = f"{path}tensor_model_parallel_size={self.tensor_model_parallel_size}"
+            remedy = f"{path}expert_model_parallel_size=1: gloo can't gather numbers of tokens that differ"
+            setting = f"{path}expert_model_parallel_size={self.expert_model_parallel_size} with {size}"
+            require_gpu(count(), setting, remedy)
 
     def replica(self, rank: int) -> int:
         """The replica of a process in Megatron-Core's order.

@@ -77,6 +77,8 @@ class Registry(Generic[T]):
         return self._load(offered[0])
 
     def _unknown(self, name: str) -> str:
+        if name.endswith(".py"):
+            return f"{self._key}={name!r} names a file; name the object in it too, as in {name}:NAME."
         known = self.names()
         if known:
             hint = nearest(self._elsewhere.get(name, name), known)

@@ -1,4 +1,4 @@
-"""Settings of how responses are generated."""
+"""Options of the rollout: how responses are generated."""
 
 from __future__ import annotations
 
@@ -66,8 +66,10 @@ class RolloutConfig(Options):
         """Whether responses are sampled from a part of the tokens, and log-probs are over these."""
         return self.sampling_replay and (self.top_p < 1 or self.top_k > 0)
 
-    def sampling(self, seed: int = 0) -> SamplingParams:
-        """How training responses are sampled; `seed` is that of the run."""
+    def sampling(self, seed: int = 0, *, routed_experts: bool = False) -> SamplingParams:
+        """How training responses are sampled; `seed` is that of the run, `routed_experts` whether
+        the experts of each token are recorded.
+        """
         return SamplingParams(
             max_new_tokens=self.response_length,
             temperature=self.temperature,
@@ -78,4 +80,5 @@ class RolloutConfig(Options):
             stop_token_ids=self.stop_token_ids,
             seed=seed,
             kept_sets=self.records_kept_sets,
+            routed_experts=routed_experts,
         )

@@ -12,9 +12,7 @@ import msgspec
 
 from rl_protocol import SchemaError
 
-ROW_FORMAT = (
-    '{"prompt": [{"role": "user", "content": "..."}], "data_source": "...", "reward_model": {"ground_truth": "..."}}'
-)
+ROW_FORMAT = '{"prompt": [{"role": "user", "content": "..."}], "reward_model": {"ground_truth": "..."}}'
 """Required fields of a row, for messages."""
 _NAMED = 20
 """Largest number of faults that are reported; all rows are counted."""
@@ -25,6 +23,8 @@ _VARIABLE = re.compile(r"fields found: .*|'[^']*'|\([^)]*\)|\d+")
 """Parts of a message that differ between rows with the same fault."""
 PROMPT_NAMES = ("question", "problem", "query", "input", "instruction", "messages", "conversation", "text", "content")
 """Names of the prompt field in other data sets, most likely first."""
+ANSWER_NAMES = ("ground_truth", "answer", "final_answer", "solution", "target", "label", "expected", "output")
+"""Names of the field with the right answer in other data sets, most likely first."""
 
 
 class MissingFieldsError(SchemaError):
@@ -98,19 +98,18 @@ class BadRows:
     def remedy(self, prompt_key: str, *, can_skip: bool) -> str:
         """What the user can do, as sentences; `can_skip`: there are valid rows besides them."""
         missing = [group.error for group in self._groups.values() if isinstance(group.error, MissingFieldsError)]
-        renamed = _renamed(missing, prompt_key)
+        renamed = _renamed(missing, prompt_key, PROMPT_NAMES, "prompt_key", "prompt")
+        renamed += _renamed(missing, "reward_model", ANSWER_NAMES, "ground_truth_key", "right answer")
         shape = f" A row is {ROW_FORMAT}." if missing else ""
         skip = ", or set DataFiles.on_bad_row=skip to train without these rows" if can_skip else ""
         return f"{renamed}Fix the files{skip}.{shape}"
 
 
-def _renamed(missing: Sequence[MissingFieldsError], prompt_key: str) -> str:
-    for error in missing:
-        if prompt_key in error.missing:
-            for name in PROMPT_NAMES:
-                if name in error.found:
-                    return f"Set DataFiles.prompt_key={name} if that field is the prompt. "
-    return ""
+def _renamed(
+    missing: Sequence[MissingFieldsError], lacking: str, names: Sequence[str], parameter: str, meaning: str
+) -> str:
+    found = [name for error in missing if lacking in error.missing for name in names if name in error.found]
+    return f"Set DataFiles.{parameter}={found[0]} if that field is the {meaning}. " if found else ""
 
 
 def _example(raw: object) -> str:

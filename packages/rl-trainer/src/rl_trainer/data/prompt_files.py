@@ -106,8 +106,8 @@ def _publish(folder: Path, files: DataFiles, encoder: PromptEncoder) -> None:
 
 def _fingerprint(files: DataFiles, encoder: PromptEncoder) -> str:
     """Hash of everything that prepared prompts depend on; of files, the path, size and time."""
-    seen: list[object] = [FORMAT, encoder.fingerprint, files.prompt_key, files.max_prompt_length]
-    seen += [files.filter_overlong_prompts, files.on_bad_row, files.session]
+    seen: list[object] = [FORMAT, encoder.fingerprint, files.prompt_key, files.ground_truth_key]
+    seen += [files.max_prompt_length, files.filter_overlong_prompts, files.on_bad_row, files.session]
     for path in files.paths:
         seen += [str(path.resolve()), *_state(path)]
     return hashlib.sha256(msgspec.json.encode(seen)).hexdigest()

@@ -31,6 +31,8 @@ class DataFiles:
     paths: tuple[Path, ...]
     """*.jsonl, *.parquet, or folders written by `datasets.Dataset.save_to_disk`."""
     prompt_key: str = "prompt"
+    ground_truth_key: str = "ground_truth"
+    """Field with the ground truth of rows without `reward_model`."""
     max_prompt_length: int
     """In tokens."""
     filter_overlong_prompts: bool = True
@@ -159,7 +161,7 @@ def _usable(files: DataFiles, encoder: PromptEncoder, tally: _Tally, folder: Pat
                 try:
                     if isinstance(raw, SchemaError):
                         raise raw
-                    row = parse_row(raw, files.prompt_key)
+                    row = parse_row(raw, files.prompt_key, files.ground_truth_key)
                     check_agent(row.agent_name or "", files.session)
                     images, counts = _images(row, encoder, path, place)
                     fields = _stored(row)

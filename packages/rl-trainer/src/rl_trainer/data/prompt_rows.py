@@ -3,7 +3,8 @@
     {"prompt": [{"role": "user", "content": "What is 2+3?"}], "data_source": "sums",
      "reward_model": {"ground_truth": "5"}, "extra_info": {"index": 0}}
 
-The prompt may also be a text, which is then the only message, from the user. `agent_name` chooses
+The prompt may also be a text, which is then the only message, from the user. A row without
+`reward_model` has its ground truth in a field of its own. `agent_name` chooses
 how the row's sessions run (`check_agent`). A row may have `images`; its prompt then contains
 `<image>` once for each (`rl_trainer.data.images`). Other columns are ignored, except `videos`,
 which must be empty.
@@ -20,6 +21,8 @@ import msgspec
 from rl_protocol import SchemaError
 from rl_trainer.data.bad_rows import MissingFieldsError
 
+DATA_SOURCE = "data"
+"""The data source of rows that have none."""
 _LISTED = 20
 """Largest number of fields of a row that a message lists."""
 
@@ -65,8 +68,8 @@ class VerlRow(msgspec.Struct, frozen=True, kw_only=True):
     """A valid row of a data file."""
 
     prompt: tuple[Message, ...]
-    data_source: str
     reward_model: RewardModel
+    data_source: str = DATA_SOURCE
     extra_info: dict[str, Any] | None = None
     agent_name: str | None = None
     images: Any = None
@@ -79,8 +82,13 @@ class VerlRow(msgspec.Struct, frozen=True, kw_only=True):
         return truth if isinstance(truth, str) else msgspec.json.encode(truth).decode()
 
 
-def parse_row(raw: object, prompt_key: str = "prompt") -> VerlRow:
-    """Validate one row; `prompt_key` is the column that holds the prompt.
+def parse_row(raw: object, prompt_key: str = "prompt", ground_truth_key: str = "ground_truth") -> VerlRow:
+    """Validate one row.
+
+    Args:
+        raw: the row.
+        prompt_key: the field that holds the prompt.
+        ground_truth_key: the field that holds the ground truth of a row without `reward_model`.
 
     Raises:
         SchemaError: the row is not valid. The message does not say which row it is.
@@ -88,9 +96,11 @@ def parse_row(raw: object, prompt_key: str = "prompt") -> VerlRow:
     if not isinstance(raw, Mapping):
         raise SchemaError(f"a row must be an object with named fields; got {type(raw).__name__}")
     fields = cast(Mapping[str, Any], raw)
-    missing = tuple(name for name in (prompt_key, "data_source", "reward_model") if name not in fields)
+    if fields.get("reward_model") is None and ground_truth_key in fields:
+        fields = {**fields, "reward_model": {"ground_truth": fields[ground_truth_key]}}
+    missing = tuple(name for name in (prompt_key, "reward_model") if name not in fields)
     if missing:
-        raise _missing(missing, tuple(map(str, fields)), prompt_key)
+        raise _missing(missing, tuple(map(str, fields)), prompt_key, ground_truth_key)
     prompt = fields[prompt_key]
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
@@ -103,14 +113,18 @@ def parse_row(raw: object, prompt_key: str = "prompt") -> VerlRow:
     if not row.data_source:
         raise SchemaError("data_source is empty")
     if row.reward_model.ground_truth is None:
-        raise SchemaError("reward_model.ground_truth is null")
+        raise SchemaError(f"reward_model.ground_truth, or {ground_truth_key} without reward_model, is null")
     if row.videos:
         raise SchemaError("it has videos, which are not supported yet; leave such rows out")
     return row
 
 
-def _missing(missing: tuple[str, ...], found: tuple[str, ...], prompt_key: str) -> MissingFieldsError:
-    named = ", ".join(f"{name} (DataFiles.prompt_key)" if name == prompt_key else name for name in missing)
+def _missing(
+    missing: tuple[str, ...], found: tuple[str, ...], prompt_key: str, ground_truth_key: str
+) -> MissingFieldsError:
+    told = {prompt_key: f"{prompt_key} (DataFiles.prompt_key)"}
+    told["reward_model"] = f"reward_model or {ground_truth_key} (DataFiles.ground_truth_key)"
+    named = ", ".join(told[name] for name in missing)
     listed = f"{', '.join(found[:_LISTED])}{', ...' if len(found) > _LISTED else ''}" or "none"
     return MissingFieldsError(f"missing fields: {named}; fields found: {listed}", missing=missing, found=found)
 

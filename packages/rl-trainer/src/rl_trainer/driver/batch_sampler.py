@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from rl_protocol import KVBatchMeta, RLError, RowKey
 from rl_protocol.ports import SamplingParams
-from rl_protocol.rl_columns import TRAIN_PARTITION
+from rl_protocol.rl_columns import ROUTED, TRAIN_PARTITION
 from rl_trainer.algorithms.dapo import Generate, GiveUp, Train, next_round
 from rl_trainer.algorithms.old_log_prob import LogProbGap
 from rl_trainer.algorithms.staleness_policy import StalenessPolicy
@@ -287,9 +287,10 @@ class Sampler:
             self._notify("on_reward_failure", step, len(result.failed), len(batch), result.failure)
         return result
 
-    def sampling(self) -> SamplingParams:
-        """How training responses are sampled."""
-        return self._parts.rollout.sampling(self._parts.loop.seed)
+    def sampling(self, *, trains: bool = True) -> SamplingParams:
+        """How responses are sampled; with `trains`, to train on them."""
+        routed = trains and ROUTED in self._parts.graph["rollout"].writes
+        return self._parts.rollout.sampling(self._parts.loop.seed, routed_experts=routed)
 
     def _next_prompts(self, turn: int, known: int, count: int) -> list[PromptRef]:
         again = [self._repeated.pop(turn)] if turn in self._repeated else []

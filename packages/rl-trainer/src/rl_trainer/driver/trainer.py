@@ -403,7 +403,7 @@ class PPOTrainer:
         self._notify("on_validate_begin", step)
         prompts = [PromptRef(f"v{step}-{row}", row) for row in range(self._parts.validation_size)]
         sampling = msgspec.structs.replace(
-            self._sampler.sampling(), temperature=settings.temperature, top_p=1.0, top_k=0, ignore_eos=False
+            self._sampler.sampling(trains=False), temperature=settings.temperature, top_p=1.0, top_k=0, ignore_eos=False
         )
         partition = Partition(name=VALIDATION_PARTITION, split="val", step=step, n=settings.n, sampling=sampling)
 
@@ -568,7 +568,7 @@ class PPOTrainer:
 
     async def _baseline(self, step: int, batch: KVBatchMeta, prompts: Sequence[PromptRef]) -> dict[str, float]:
         """Score one greedy response per prompt: the baseline of its other responses."""
-        greedy = msgspec.structs.replace(self._sampler.sampling(), temperature=0.0)
+        greedy = msgspec.structs.replace(self._sampler.sampling(trains=False), temperature=0.0)
         partition = Partition(name=BASELINE_PARTITION, split="train", step=step, n=1, sampling=greedy)
         uids = {RowKey.parse(key).uid for key in batch.keys}
         async with self._rollouts.committed_after(BASELINE_PARTITION, step):

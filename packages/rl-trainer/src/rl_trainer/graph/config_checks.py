@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rl_protocol import ConfigError
-from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS, estimators_read
 from rl_trainer.algorithms.losses import POLICY_LOSSES
 from rl_trainer.algorithms.old_log_prob import starts_from_rollout
 from rl_trainer.config import ActorConfig, AlgorithmConfig, AsyncConfig
@@ -24,7 +24,9 @@ def check_combination(algorithm: AlgorithmConfig, actor: ActorConfig, rollout_n:
         ConfigError: names the settings, and what to set.
     """
     _check_parts(algorithm, actor, rollout_n)
-    _check_estimator(algorithm, rollout_n)
+    for one in algorithm.variants:
+        _check_estimator(one, rollout_n)
+    _check_reward_parts(algorithm)
     _check_loss(algorithm, actor)
 
 
@@ -44,36 +46,42 @@ def check_staleness(async_rl: AsyncConfig, algorithm: AlgorithmConfig, actor: Ac
         )
     if not bound:
         return
-    if algorithm.rl_coef and not POLICY_LOSSES.get(loss).off_policy and not algorithm.rollout_correction.rollout_is:
+    if (
+        algorithm.trains_policy
+        and not POLICY_LOSSES.get(loss).off_policy
+        and not algorithm.rollout_correction.rollout_is
+    ):
         raise ConfigError(
             f"AsyncConfig.max_staleness={bound} trains on responses of older weights, and PolicyLossConfig.loss_mode={loss} has neither a ratio to "
             "the old policy nor a correction; set RolloutCorrectionConfig.rollout_is=token, another loss_mode, or AsyncConfig.max_staleness=0."
         )
-    if "reward_baselines" in ADVANTAGE_ESTIMATORS.get(algorithm.adv_estimator).reads:
+    if "reward_baselines" in estimators_read(algorithm):
         raise ConfigError(
-            f"AlgorithmConfig.adv_estimator={algorithm.adv_estimator} generates its greedy responses when it trains, "
+            f"AlgorithmConfig.adv_estimator={_estimator_names(algorithm, 'reward_baselines')} generates its greedy responses when it trains, "
             f"with newer weights than the responses it compares them with; set AsyncConfig.max_staleness=0 (got {bound}), or another estimator."
         )
 
 
 def _check_parts(algorithm: AlgorithmConfig, actor: ActorConfig, rollout_n: int) -> None:
     """Check the parts of the loss, and what demonstrations can't be combined with."""
-    reads = ADVANTAGE_ESTIMATORS.get(algorithm.adv_estimator).reads
-    if not algorithm.rl_coef:
+    reads = estimators_read(algorithm)
+    if not algorithm.trains_policy:
         _check_without_policy_loss(algorithm, actor, rollout_n, reads)
     _check_observations(algorithm, reads)
-    if not algorithm.sft_coef:
+    _check_sources(algorithm, actor)
+    if not algorithm.demonstrates:
         return
     refused = {
-        f"AlgorithmConfig.adv_estimator={algorithm.adv_estimator}": "values" in reads,
+        f"AlgorithmConfig.adv_estimator={_estimator_names(algorithm, 'values')}": "values" in reads,
         "FilterGroupsConfig.enable=true": algorithm.filter_groups.enable,
-        f"AlgorithmConfig.old_log_prob={algorithm.old_log_prob}": bool(algorithm.rl_coef)
+        f"AlgorithmConfig.old_log_prob={algorithm.old_log_prob}": algorithm.trains_policy
         and starts_from_rollout(algorithm.old_log_prob),
     }
     for setting, given in refused.items():
         if given:
+            coef = max(one.sft_coef for one in algorithm.variants)
             raise ConfigError(
-                f"AlgorithmConfig.sft_coef={algorithm.sft_coef:g} adds an answer of the data to the responses of each prompt, which {setting} "
+                f"AlgorithmConfig.sft_coef={coef:g} adds an answer of the data to the responses of each prompt, which {setting} "
                 "would take for a generated one; set another value, or sft_coef=0."
             )
 
@@ -81,15 +89,51 @@ def _check_parts(algorithm: AlgorithmConfig, actor: ActorConfig, rollout_n: int)
 def _check_observations(algorithm: AlgorithmConfig, reads: tuple[str, ...]) -> None:
     """Check what trained observations can't be combined with."""
     refused = {
-        f"the critic of AlgorithmConfig.adv_estimator={algorithm.adv_estimator}": "values" in reads,
+        f"the critic of AlgorithmConfig.adv_estimator={_estimator_names(algorithm, 'values')}": "values" in reads,
         f"AlgorithmConfig.old_log_prob={algorithm.old_log_prob}": starts_from_rollout(algorithm.old_log_prob),
     }
     for setting, given in refused.items():
-        if given and algorithm.echo_coef:
+        if given and algorithm.trains_observations:
+            coef = max(one.echo_coef for one in algorithm.variants)
             raise ConfigError(
-                f"AlgorithmConfig.echo_coef={algorithm.echo_coef:g} adds tokens of the environment to the loss, which {setting} would take for "
+                f"AlgorithmConfig.echo_coef={coef:g} adds tokens of the environment to the loss, which {setting} would take for "
                 "generated ones; set another value, or echo_coef=0."
             )
+
+
+def _check_sources(algorithm: AlgorithmConfig, actor: ActorConfig) -> None:
+    """Check what AlgorithmConfig.by_source sets for single sources."""
+    critics = {"values" in ADVANTAGE_ESTIMATORS.get(one.adv_estimator).reads for one in algorithm.variants}
+    if len(critics) > 1:
+        raise ConfigError(
+            "AlgorithmConfig.by_source can't give some rows an estimator with a critic, such as gae, and others one without: the critic "
+            f"learns the returns of all rows; got adv_estimator={_estimator_names(algorithm)}. Set estimators of one kind."
+        )
+    for source in algorithm.sources:
+        if not trains_rows(algorithm, actor, source):
+            raise ConfigError(
+                f"AlgorithmConfig.by_source leaves nothing to train on in rows of data_source={source!r}; set rl_coef=1@{source} or "
+                f"sft_coef=1@{source}, or leave the rows out of the data."
+            )
+    for source in algorithm.weigh_divergence:
+        if not actor.use_kl_loss:
+            raise ConfigError(
+                f"AlgorithmConfig.by_source: ref_kl_coef@{source} weighs the divergence from the reference in the loss, which "
+                "ActorConfig.use_kl_loss=false leaves out; set that to true, or leave ref_kl_coef out."
+            )
+
+
+def trains_rows(algorithm: AlgorithmConfig, actor: ActorConfig, data_source: str) -> bool:
+    """Whether anything is trained on rows of a data source."""
+    one = algorithm.for_source(data_source)
+    divergence = actor.use_kl_loss and algorithm.ref_kl_coef(data_source)
+    return bool(one.rl_coef or one.sft_coef or one.echo_coef or divergence)
+
+
+def _estimator_names(algorithm: AlgorithmConfig, column: str = "") -> str:
+    """The estimators of a run, or those that read a column."""
+    names = dict.fromkeys(one.adv_estimator for one in algorithm.variants)
+    return " and ".join(name for name in names if not column or column in ADVANTAGE_ESTIMATORS.get(name).reads)
 
 
 def _check_without_policy_loss(
@@ -97,7 +141,8 @@ def _check_without_policy_loss(
 ) -> None:
     correction = algorithm.rollout_correction
     useless = {
-        f"AlgorithmConfig.adv_estimator={algorithm.adv_estimator}": bool(reads),
+        f"AlgorithmConfig.adv_estimator={_estimator_names(algorithm)}": bool(reads),
+        "AlgorithmConfig.router_replay=R2": algorithm.router_replay == "R2",
         "AlgorithmConfig.use_kl_in_reward=true": algorithm.use_kl_in_reward,
         "RolloutCorrectionConfig.rollout_is": bool(correction.rollout_is),
         "RolloutCorrectionConfig.rollout_rs": bool(correction.rollout_rs),
@@ -108,11 +153,11 @@ def _check_without_policy_loss(
                 f"AlgorithmConfig.rl_coef=0 computes no policy loss and no advantages, for which {setting} is; leave it at its default, or set "
                 "rl_coef above 0."
             )
-    if not (algorithm.sft_coef or algorithm.echo_coef) and not actor.use_kl_loss:
+    if not (algorithm.demonstrates or algorithm.trains_observations) and not actor.use_kl_loss:
         raise ConfigError(
             "AlgorithmConfig.rl_coef=0 leaves nothing to train on; set AlgorithmConfig.sft_coef above 0, or ActorConfig.use_kl_loss=true."
         )
-    if algorithm.sft_coef and not actor.use_kl_loss and rollout_n > 1:
+    if algorithm.demonstrates and not actor.use_kl_loss and rollout_n > 1:
         raise ConfigError(
             f"RolloutConfig.n must be 1 with AlgorithmConfig.rl_coef=0 and sft_coef above 0, which train on the data's answer to each prompt "
             f"alone; got {rollout_n}."
@@ -134,11 +179,6 @@ def _check_estimator(algorithm: AlgorithmConfig, rollout_n: int) -> None:
         raise ConfigError(
             f"AlgorithmConfig.adv_estimator={name!r} reads {', '.join(unknown)}, which no stage writes; there are {', '.join(WRITABLE)}."
         )
-    if ("reward_components" in estimator.reads) != bool(algorithm.gdpo_reward_keys):
-        raise ConfigError(
-            f"AlgorithmConfig.gdpo_reward_keys goes with an estimator that looks at parts of the reward, such as gdpo, and only with it; "
-            f"got {algorithm.gdpo_reward_keys!r} and AlgorithmConfig.adv_estimator={name}."
-        )
     if "reward_components" in estimator.reads and algorithm.use_kl_in_reward:
         raise ConfigError(
             f"AlgorithmConfig.adv_estimator={name} looks at the parts of the reward alone, not at AlgorithmConfig.use_kl_in_reward=true; "
@@ -149,6 +189,14 @@ def _check_estimator(algorithm: AlgorithmConfig, rollout_n: int) -> None:
         raise ConfigError(
             f"AlgorithmConfig.adv_estimator={name} needs the old_log_prob stage, which AlgorithmConfig.old_log_prob={mode} leaves out; "
             "set it to auto or recompute."
+        )
+
+
+def _check_reward_parts(algorithm: AlgorithmConfig) -> None:
+    if ("reward_components" in estimators_read(algorithm)) != bool(algorithm.gdpo_reward_keys):
+        raise ConfigError(
+            f"AlgorithmConfig.gdpo_reward_keys goes with an estimator that looks at parts of the reward, such as gdpo, and only with it; "
+            f"got {algorithm.gdpo_reward_keys!r} and AlgorithmConfig.adv_estimator={_estimator_names(algorithm)}."
         )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from rl_protocol import BatchSchema, ConfigError
 from rl_protocol.bridge import Declaration, check_flow, declaration
 from rl_protocol.rl_columns import PROMPT_SCHEMA
-from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from rl_trainer.algorithms.advantages import estimators_read
 from rl_trainer.algorithms.old_log_prob import old_log_prob_mode, starts_from_rollout
 from rl_trainer.config import ActorConfig, AlgorithmConfig
 from rl_trainer.workers.actor import ActorWorker, ReferenceWorker
@@ -58,17 +58,17 @@ def check_graph(
 
 def needs_critic(algorithm: AlgorithmConfig) -> bool:
     """Whether the advantage estimator reads values."""
-    return "values" in ADVANTAGE_ESTIMATORS.get(algorithm.adv_estimator).reads
+    return "values" in estimators_read(algorithm)
 
 
 def needs_baseline(algorithm: AlgorithmConfig) -> bool:
     """Whether the advantage estimator reads the score of a greedy response."""
-    return "reward_baselines" in ADVANTAGE_ESTIMATORS.get(algorithm.adv_estimator).reads
+    return "reward_baselines" in estimators_read(algorithm)
 
 
 def needs_sum_pi_squared(algorithm: AlgorithmConfig) -> bool:
     """Whether the advantage estimator reads sums of squared probabilities."""
-    return "sum_pi_squared" in ADVANTAGE_ESTIMATORS.get(algorithm.adv_estimator).reads
+    return "sum_pi_squared" in estimators_read(algorithm)
 
 
 def needs_reference(algorithm: AlgorithmConfig, actor: ActorConfig) -> bool:

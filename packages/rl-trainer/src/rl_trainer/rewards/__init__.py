@@ -4,7 +4,7 @@ from rl_trainer.rewards.function_pool import ScorerPool
 from rl_trainer.rewards.functions import InlineScorer
 from rl_trainer.rewards.loading import check_reward, load_reward
 from rl_trainer.rewards.scorer import Failure, Outcome, Sample, Scored, Scorer
-from rl_trainer.rewards.weighted_sum import CombinedScorer, Term, combine, functions_of, parse_terms
+from rl_trainer.rewards.weighted_sum import CombinedScorer, Term, combine, functions_of, parse_terms, unscored
 
 __all__ = [
     "CombinedScorer",
@@ -21,4 +21,5 @@ __all__ = [
     "functions_of",
     "load_reward",
     "parse_terms",
+    "unscored",
 ]

@@ -27,6 +27,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     extra_info: dict[str, Any] = {}
     tokens: list[int] = []
     """Token ids of prompt and response; empty unless the scorer reads them."""
+    prompt_str: str = ""
+    """The prompt as text, without special tokens; empty unless the scorer reads tokens."""
 
 
 class Scored(msgspec.Struct, frozen=True, kw_only=True, tag="scored"):
@@ -65,7 +67,7 @@ class Scorer(Protocol):
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether it needs `Sample.tokens`."""
+        """Whether it needs `Sample.tokens` or `Sample.prompt_str`."""
         ...
 
     @property

@@ -4,17 +4,19 @@
     url = "https://judge.example/score"        path = "models/reward"
     requests_per_s = 20.0
 
-The fields are those of `RemoteScorerConfig` and `RewardModelConfig`. Like a file of code, a TOML
-file is read only if the user allows it (`rl_protocol.support.trusted_files`), because it decides
-where responses and keys are sent.
+The fields are those of `RemoteScorerConfig`, `JudgeConfig` and `RewardModelConfig`. Like a file of
+code, a TOML file is read only if the user allows it (`rl_protocol.support.trusted_files`), because
+it decides where responses and keys are sent.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 import msgspec
@@ -24,12 +26,12 @@ from rl_protocol.errors import UNREADABLE
 from rl_protocol.support.trusted_files import read_trusted
 
 SUFFIX = ".toml"
+ScorerConfig: TypeAlias = "RemoteScorerConfig | JudgeConfig | RewardModelConfig"
+"""What a file may describe."""
 
 
-class RemoteScorerConfig(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind", tag="remote"
-):
-    """Settings of a service that scores over HTTP; see `rl_trainer.rewards.remote`."""
+class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of a service that is asked over HTTP."""
 
     url: str
     requests_per_s: float = 0.0
@@ -40,6 +42,45 @@ class RemoteScorerConfig(
     """Largest number of requests per sample."""
     key_variable: str = ""
     """Environment variable of the reward worker that is sent as the bearer token; empty: none."""
+
+
+class RemoteScorerConfig(
+    ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind", tag="remote"
+):
+    """Settings of a service that scores over HTTP; see `rl_trainer.rewards.services.remote`."""
+
+
+class JudgeConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind", tag="judge"):
+    """Settings of a language model that scores; see `rl_trainer.rewards.services.judge`.
+
+    `url` is the base URL of OpenAI's API, such as http://127.0.0.1:8000/v1.
+    """
+
+    model: str
+    """Name of the model that the service has."""
+    rubric: str
+    """The question, in which {prompt}, {response}, {ground_truth} and {data_source} stand for the
+    texts of a sample; {response} must be in it.
+    """
+    score_pattern: str = r"(?i)\bscore[^\w-]*(-?\d+(?:\.\d+)?)"
+    """Regular expression whose last match in an answer has the score as group 1."""
+    score_field: str = ""
+    """Field of the JSON object in an answer that is the score; its other numbers are reported, too.
+    Empty: score_pattern finds it.
+    """
+    lowest: float = 0.0
+    """Lowest score of the rubric, which becomes 0."""
+    highest: float = 10.0
+    """Highest score of the rubric, which becomes 1."""
+    max_tokens: int = 512
+    """Most tokens of an answer."""
+    temperature: float = 0.0
+    request: dict[str, Any] = {}
+    """Further fields of each request, such as response_format."""
+    cache: str = ""
+    """SQLite file of the answers so far, on a local disk of the reward worker; empty: none. A
+    relative path is relative to the folder of this file.
+    """
 
 
 class RewardModelConfig(
@@ -60,37 +101,58 @@ def is_scorer_toml(name: str) -> bool:
     return name.endswith(SUFFIX)
 
 
-def read_scorer_toml(name: str, environment: Mapping[str, str] = os.environ) -> RemoteScorerConfig | RewardModelConfig:
+def read_scorer_toml(name: str, environment: Mapping[str, str] = os.environ) -> ScorerConfig:
     """Read and check the file.
 
     Raises:
         ConfigError: the file does not exist or may not be read, or a field is invalid. The message
             names the field.
     """
-    _, content = read_trusted(name, "read_scorer_toml.name", environment)
+    path, content = read_trusted(name, "read_scorer_toml.name", environment)
     try:
-        found = msgspec.toml.decode(content, type=RemoteScorerConfig | RewardModelConfig)
+        found = msgspec.toml.decode(content, type=RemoteScorerConfig | JudgeConfig | RewardModelConfig)
     except UNREADABLE as error:
         raise ConfigError(f"read_scorer_toml.name={name!r} can't be read: {error}.") from error
-    wrong = _check_remote(found) if isinstance(found, RemoteScorerConfig) else _check_model(found)
+    wrong = _check_model(found) if isinstance(found, RewardModelConfig) else _check_service(found)
+    if isinstance(found, JudgeConfig):
+        found = msgspec.structs.replace(found, cache=found.cache and str(path.parent / Path(found.cache).expanduser()))
+        wrong = wrong or _check_judge(found)
     if wrong:
         raise ConfigError(f"read_scorer_toml.name={name!r}: {wrong}.")
     return found
 
 
-def _check_remote(remote: RemoteScorerConfig) -> str:
-    address = urlsplit(remote.url)
+def _check_service(service: ServiceConfig) -> str:
+    address = urlsplit(service.url)
     if address.scheme not in ("http", "https") or not address.hostname:
         return "url must be http:// or https:// with a host"
     if address.username or address.password:
         return "url must not contain a password; put the key into an environment variable and name it in key_variable"
-    if remote.key_variable and address.scheme == "http" and not _loopback(address.hostname):
+    if service.key_variable and address.scheme == "http" and not _loopback(address.hostname):
         return "url must be https:// if a key (key_variable) is sent to another host"
-    if remote.requests_per_s < 0:
-        return f"requests_per_s must be at least 0; got {remote.requests_per_s}"
-    if remote.concurrency < 1:
-        return f"concurrency must be at least 1; got {remote.concurrency}"
-    return "" if remote.attempts >= 1 else f"attempts must be at least 1; got {remote.attempts}"
+    if service.requests_per_s < 0:
+        return f"requests_per_s must be at least 0; got {service.requests_per_s}"
+    if service.concurrency < 1:
+        return f"concurrency must be at least 1; got {service.concurrency}"
+    return "" if service.attempts >= 1 else f"attempts must be at least 1; got {service.attempts}"
+
+
+def _check_judge(judge: JudgeConfig) -> str:
+    if "{response}" not in judge.rubric:
+        return "rubric must have {response} where the response goes"
+    try:
+        groups = re.compile(judge.score_pattern).groups
+    except re.error as error:
+        return f"score_pattern is not a regular expression: {error}"
+    if groups < 1:
+        return f"score_pattern must have a group for the score; got {judge.score_pattern!r}"
+    if not judge.lowest < judge.highest:
+        return f"lowest must be less than highest; got {judge.lowest} and {judge.highest}"
+    if judge.cache and not Path(judge.cache).parent.is_dir():
+        return f"cache={judge.cache!r} must be in a folder that exists"
+    if judge.temperature < 0:
+        return f"temperature must be at least 0; got {judge.temperature}"
+    return "" if judge.max_tokens >= 1 else f"max_tokens must be at least 1; got {judge.max_tokens}"
 
 
 def _check_model(model: RewardModelConfig) -> str:

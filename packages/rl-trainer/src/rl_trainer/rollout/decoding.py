@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,13 +13,15 @@ import numpy as np
 import torch
 
 from rl_protocol import KeptSets
+from rl_protocol.batch.routed_experts import ExpertIds
 from rl_protocol.padding import mask_left, position_ids
 from rl_protocol.ports import GenerationRequest
+from rl_trainer.backends.experts.routing import ExpertRouting
 from rl_trainer.backends.loading import Facts
 from rl_trainer.backends.token_batch import image_inputs
-from rl_trainer.rollout.kept_steps import KeptSteps
 from rl_trainer.rollout.kv_cache import keep_rows, new_cache
 from rl_trainer.rollout.llama_decoder import decodes, next_logits
+from rl_trainer.rollout.recorded_steps import KeptSteps, RoutedSteps
 from rl_trainer.rollout.sampling import Sampler
 from rl_trainer.rollout.stop_strings import StopSearch
 
@@ -43,6 +46,11 @@ class Prompts:
     position_ids: torch.Tensor
     images: dict[str, torch.Tensor]
     source: torch.Tensor
+
+    @property
+    def real(self) -> torch.Tensor:
+        """bool [P, L], false at padding."""
+        return torch.ones_like(self.ids, dtype=torch.bool) if self.attention_mask is None else self.attention_mask > 0
 
     def to(self, device: torch.device) -> Prompts:
         """The prompts on a device."""
@@ -110,6 +118,7 @@ class DecodingBatch:
         max_new_tokens: of each row.
         end_ids: tokens that end a row.
         searches: of each row, for its stop strings; empty: there are none.
+        experts: routers of the model, which record the experts of each token; None: they do not.
 
     Attributes:
         made: tokens that each row has got, unless it has ended.
@@ -124,6 +133,7 @@ class DecodingBatch:
         max_new_tokens: int,
         end_ids: Sequence[int],
         searches: Sequence[StopSearch] = (),
+        experts: ExpertRouting | None = None,
     ) -> None:
         self._model, self._sampler = model, sampler
         self._prompts, self._searches = prompts, searches
@@ -139,6 +149,7 @@ class DecodingBatch:
         self._tokens = torch.zeros((len(self._rows), max_new_tokens), dtype=torch.int64, device=device)
         self._log_probs = torch.zeros((len(self._rows), max_new_tokens), device=device)
         self._kept = KeptSteps(len(self._rows))
+        self._routed = None if experts is None else RoutedSteps(experts, prompts.source, prompts.real, max_new_tokens)
         self.made = 0
         self._by_hand = decodes(model, self._cache)
         self._mask: torch.Tensor | None = None
@@ -154,7 +165,8 @@ class DecodingBatch:
     def step(self) -> bool:
         """Generate the next token of each row; returns whether a row needs another one."""
         with torch.inference_mode():
-            logits = self._decode(self.made) if self.made else self._prefill()
+            with nullcontext() if self._routed is None else self._routed.recording(self._rows, self.made):
+                logits = self._decode(self.made) if self.made else self._prefill()
             ended = self._choose(logits, self.made)
         self.made += 1
         return not ended and self.made < self._tokens.shape[1]
@@ -172,6 +184,12 @@ class DecodingBatch:
     def kept_sets(self) -> Sequence[KeptSets | None]:
         """The tokens from which those of each request were sampled; None: from all."""
         return self._kept.of_each()
+
+    def routed(self, row: int, tokens: int) -> ExpertIds | None:
+        """The experts of the prompt of a request and its first `tokens` tokens, without the last
+        one; None: they were not recorded.
+        """
+        return self._routed.of(row, tokens) if self._routed is not None and tokens else None
 
     def _prefill(self) -> torch.Tensor:
         prompts = self._prompts

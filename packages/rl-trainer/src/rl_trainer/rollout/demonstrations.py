@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rl_protocol import ConfigError
@@ -21,11 +21,13 @@ class Demonstrations:
         tokenizer: of the policy.
         eos_id: the token that ends a response.
         key: GROUND_TRUTH, or the name of a text in the row's extra_info.
+        given: (data source, n) -> how many of the n responses to a prompt are its answer, the last.
     """
 
     tokenizer: Tokenizer
     eos_id: int
     key: str = GROUND_TRUTH
+    given: Callable[[str, int], int] = lambda _source, _n: 1
 
     def answer(self, row: PromptRow) -> Sequence[int]:
         """The tokens of the row's answer, with the end of the response.

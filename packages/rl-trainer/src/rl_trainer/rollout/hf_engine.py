@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from rl_protocol import ConfigError, KeptSets, RolloutError, WeightSyncError, WeightTensor
+from rl_protocol.batch.routed_experts import ExpertIds
 from rl_protocol.ports import Generation, GenerationRequest, Memory, SamplingParams, WeightCapabilities
 from rl_protocol.torch import TORCH_DTYPES, lent_weight, torch_dtype_name
+from rl_trainer.backends.experts.checkpoint_weights import joined_experts
+from rl_trainer.backends.experts.routing import ExpertRouting
 from rl_trainer.backends.loading import Facts, load_model
 from rl_trainer.backends.world import CPU
 from rl_trainer.config.lora import LoraConfig
@@ -61,6 +64,7 @@ class HFRolloutEngine:
             self._model = whole.to(TORCH_DTYPES[dtype])
         self._path = Path(path)
         self._decode: Decode | None = None
+        self._experts: ExpertRouting | None = None
         self._device = device
         self._max_batch_size = max_batch_size
         self._interruptible = interruptible
@@ -203,7 +207,8 @@ class HFRolloutEngine:
 
         Raises:
             RolloutError: a request is invalid, or adopted weights were overwritten meanwhile.
-            ConfigError: `params.stop` is given, and the checkpoint folder has no tokenizer.
+            ConfigError: `params.stop` is given, and the checkpoint folder has no tokenizer; or
+                `params.routed_experts`, and the routers of the model are not known.
         """
         for request in requests:
             self._check(request, params)
@@ -258,6 +263,7 @@ class HFRolloutEngine:
             max_new_tokens=params.max_new_tokens,
             end_ids=(*(() if params.ignore_eos else self._eos_ids), *params.stop_token_ids),
             searches=self._searches(requests, params.stop),
+            experts=self._routers() if params.routed_experts else None,
         )
         version = self._version
         while batch.step() and not await self._interrupted():
@@ -265,9 +271,14 @@ class HFRolloutEngine:
         end = "length" if batch.made == params.max_new_tokens else "abort"
         rows = zip(*(column.tolist() for column in batch.result()), strict=True)
         return [
-            _generation(tokens, log_probs, kept, length, end, version)
-            for (tokens, log_probs, length), kept in zip(rows, batch.kept_sets(), strict=True)
+            _generation(tokens, log_probs, kept, batch.routed(row, length or batch.made), length, end, version)
+            for row, ((tokens, log_probs, length), kept) in enumerate(zip(rows, batch.kept_sets(), strict=True))
         ]
+
+    def _routers(self) -> ExpertRouting:
+        if self._experts is None:
+            self._experts = ExpertRouting(self._model)
+        return self._experts
 
     def _searches(self, requests: Sequence[GenerationRequest], stops: tuple[str, ...]) -> list[StopSearch]:
         if not stops:
@@ -288,6 +299,7 @@ def _generation(
     tokens: list[int],
     log_probs: list[float],
     kept: KeptSets | None,
+    routed: ExpertIds | None,
     length: int,
     end: Literal["length", "abort"],
     version: int,
@@ -299,6 +311,7 @@ def _generation(
         finish_reason="stop" if length else end,
         weight_version=version,
         kept=None if kept is None else kept.head(length or len(tokens)),
+        routed=routed,
     )
 
 
@@ -324,12 +337,12 @@ def _checked_weights(
     """Check that the weights are exactly those wanted, {name: (element type, shape)}.
 
     Returns:
-        The weights by name, without a copy.
+        The weights by name, without a copy except for those of experts that were given one by one.
 
     Raises:
         WeightSyncError: a weight is missing, unknown, or has another type or shape.
     """
-    given = {weight.name: weight for weight in weights}
+    given = joined_experts({weight.name: weight for weight in weights}, wanted)
     missing, unknown = sorted(wanted.keys() - given.keys()), sorted(given.keys() - wanted.keys())
     if missing or unknown:
         raise WeightSyncError(

@@ -54,4 +54,5 @@ def _shortened(part: Generation, by: int) -> Generation:
         log_probs=part.log_probs[:kept],
         finish_reason="stop",
         kept=None if part.kept is None else part.kept.head(kept),
+        routed=None if part.routed is None else part.routed[: len(part.routed) - by],
     )

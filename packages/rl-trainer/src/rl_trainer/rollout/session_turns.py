@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from rl_protocol import ConfigError, KeptSets, RLError, RolloutError
+from rl_protocol.batch.routed_experts import ExpertIds, join_routed
 from rl_protocol.ports import Generation, GenerationRequest, ImageInput, RolloutEngine, SamplingParams
 from rl_trainer.asyncio_tasks import gather_or_cancel
 from rl_trainer.data import PromptRow
@@ -54,6 +55,9 @@ class Trajectory:
     """The trajectory ended because rollout.response_length was reached."""
     kept: KeptSets | None = field(default=None, repr=False)
     """[R] the tokens from which each token was sampled, as `Generation.kept`; None: from all."""
+    routed: ExpertIds | None = field(default=None, repr=False, compare=False)
+    """[tokens, layers, K] the experts of the tokens of prompt and response that the model computed,
+    joined from `Generation.routed` by `join_routed`; None: not recorded."""
 
     @classmethod
     def of(cls, *parts: Generation) -> Trajectory:
@@ -68,6 +72,7 @@ class Trajectory:
             versions=runs if len(runs) > 1 else (),
             truncated=parts[-1].finish_reason == "length",
             kept=KeptSets.joined((len(part.response_ids), part.kept) for part in parts),
+            routed=join_routed(part.routed for part in parts),
         )
 
     @property
@@ -348,6 +353,8 @@ class _SessionHandle:
         if not self.aborted:
             stops = msgspec.structs.replace(self._batcher.sampling, stop=(*self.stop, *stop)).stop  # checks them
             generation = await self._batcher.generate(request, max_tokens or self.response_length, stops)
+            if self._batcher.sampling.routed_experts:
+                _check_routed(generation, len(context), f"Session {ref.session} of prompt {ref.uid!r}")
             if not self._batcher.restart or generation.finish_reason != "abort":
                 return generation
             self.aborted = True
@@ -373,8 +380,23 @@ def _check(ref: SessionRef, trajectories: Sequence[Trajectory], sampling: Sampli
                 f"{where}, trajectory {index} has {len(one.response_ids)} tokens after the prompt, more than "
                 f"SamplingParams.max_new_tokens={sampling.max_new_tokens}; raise that, or end the trajectory sooner."
             )
+        if sampling.routed_experts and one.routed is None and any(one.response_mask):
+            raise RolloutError(
+                f"{where}, trajectory {index} has no routed experts; Trajectory.routed must join Generation.routed of its turns, or set "
+                "AlgorithmConfig.router_replay=disabled."
+            )
         if sampling.reports_kept_sets:
             _check_kept(one, f"{where}, trajectory {index}")
+
+
+def _check_routed(one: Generation, context: int, where: str) -> None:
+    """Check that a generation has the experts of the tokens that the model computed for it."""
+    tokens, got = context + len(one.response_ids) - 1, 0 if one.routed is None else len(one.routed)
+    if one.response_ids and got != tokens:
+        raise RolloutError(
+            f"{where} has a context of {context} tokens and a response of {len(one.response_ids)}, and the rollout engine reports the experts "
+            f"of {got} tokens, not {tokens}. Set AlgorithmConfig.router_replay=disabled, or use an engine that reports them."
+        )
 
 
 def _check_kept(one: Trajectory, where: str) -> None:

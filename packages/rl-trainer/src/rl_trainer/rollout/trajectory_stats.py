@@ -36,10 +36,12 @@ class RolloutStats:
 def rollout_metrics(rows: KVBatchMeta) -> dict[str, float]:
     """Metrics per session, over its trajectories.
 
-    `num_turns` (verl's name), `agent/tool_calls`, `agent/tool_errors`, and the shares
-    `agent/finish/<why>`. Empty if no trajectory has statistics.
+    `num_turns` (verl's name), `agent/tool_calls`, `agent/tool_errors`, the shares
+    `agent/finish/<why>`, and `rollout/forks`: trajectories beyond the first, each of which began
+    with a context that continued none of the others. Empty if no trajectory has statistics.
     """
     sums: dict[tuple[str, int], Counter[str]] = {}
+    trajectories: Counter[tuple[str, int]] = Counter()
     finish: dict[tuple[str, int], tuple[int, str]] = {}
     for key, tag in zip(rows.keys, rows.tags or ({},) * len(rows), strict=True):
         if _TURNS not in tag:
@@ -48,11 +50,13 @@ def rollout_metrics(rows: KVBatchMeta) -> dict[str, float]:
         session = name.uid, name.session
         counted = {field: int(tag[field] or 0) for field in (_TURNS, _CALLS, _ERRORS)}
         sums.setdefault(session, Counter()).update(counted)
+        trajectories[session] += 1
         finish[session] = max(finish.get(session, (-1, "")), (name.index, str(tag[_FINISH])))
     ends = Counter(why for _, why in finish.values())
     return {
         **stats("num_turns", [one[_TURNS] for one in sums.values()]),
         **stats("agent/tool_calls", [one[_CALLS] for one in sums.values()]),
         **stats("agent/tool_errors", [one[_ERRORS] for one in sums.values()]),
+        **stats("rollout/forks", [count - 1 for count in trajectories.values()]),
         **{f"agent/finish/{why}": count / len(finish) for why, count in ends.items()},
     }

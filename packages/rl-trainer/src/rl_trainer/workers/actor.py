@@ -113,13 +113,14 @@ class ActorWorker(ModelWorker, StatefulWorker):
 
     @tqbridge(
         reads=lambda step: step.sampled_tokens,
-        writes=lambda step: ("old_log_probs", "entropy", *step.sum_pi_squared),
+        writes=lambda step: ("old_log_probs", "entropy", *step.sum_pi_squared, *step.recorded),
         schema=TRAINER_SCHEMA,
     )
     async def old_log_prob(self, data: BatchData, _: StageCall) -> BatchData:
         """Write `old_log_probs` and `entropy` of the policy before its update.
 
-        `sum_pi_squared` is written where the advantage estimator reads it.
+        `sum_pi_squared` is written where the advantage estimator reads it, and the experts of each
+        token where the update replays them.
         """
         out = self._backend.compute_log_probs(data, temperature=self._temperature)
         made = BatchData({"old_log_probs": out["log_probs"], **out.columns})
@@ -128,6 +129,7 @@ class ActorWorker(ModelWorker, StatefulWorker):
     @tqbridge(
         reads=lambda step: (
             *step.sampled_tokens,
+            *step.recorded,
             *step.mask,
             *step.old,
             *step.advantages[:1],

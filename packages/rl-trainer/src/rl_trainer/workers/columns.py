@@ -10,12 +10,13 @@ from rl_protocol.batch.schema import BatchSchema, ColumnSpec, SameLength
 from rl_protocol.rl_columns import (
     IMAGE_COLUMNS,
     KEPT_COLUMNS,
+    ROUTED_COLUMNS,
     TEACHER_PROMPTS,
     TRAIN_PARTITION,
     TRAJECTORY_SCHEMA,
     VALIDATION_PARTITION,
 )
-from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from rl_trainer.algorithms.advantages import estimators_read
 from rl_trainer.algorithms.loss_parts import loss_parts
 from rl_trainer.algorithms.losses import POLICY_LOSSES
 from rl_trainer.algorithms.old_log_prob import old_log_prob_mode, starts_from_rollout
@@ -160,6 +161,8 @@ class StepColumns:
     Attributes:
         images: of prompts, for a policy that sees images.
         kept: the tokens from which each token was sampled, where log-probs are over these.
+        routed: the experts of each token, where the actor replays those of the rollout.
+        recorded: the same, where the update replays those of the stage `old_log_prob`.
         teacher_prompts: what the reference policy sees in place of the prompts.
         reward_components: parts of the reward.
         filter: decides which prompts are informative.
@@ -184,6 +187,8 @@ class StepColumns:
 
     images: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
+    routed: tuple[str, ...] = ()
+    recorded: tuple[str, ...] = ()
     teacher_prompts: tuple[str, ...] = ()
     reward_components: tuple[str, ...] = ()
     filter: tuple[str, ...] = ()
@@ -211,7 +216,7 @@ class StepColumns:
     @property
     def sampled_tokens(self) -> tuple[str, ...]:
         """What a policy reads to compute the log-probs of a trajectory."""
-        return (*self.tokens, *self.kept)
+        return (*self.tokens, *self.kept, *self.routed)
 
     @property
     def reference_tokens(self) -> tuple[str, ...]:
@@ -244,21 +249,24 @@ def step_columns(
     Raises:
         ConfigError: the advantage estimator or policy loss is unknown.
     """
-    estimator = ADVANTAGE_ESTIMATORS.get(algorithm.adv_estimator)
+    reads = estimators_read(algorithm)
     loss, correction = POLICY_LOSSES.get(actor.policy_loss.loss_mode), algorithm.rollout_correction
     filtering, mode = algorithm.filter_groups, old_log_prob_mode(algorithm)
     from_engine = starts_from_rollout(mode)
-    reads_reference = algorithm.use_kl_in_reward or actor.use_kl_loss or "ref_log_prob" in estimator.reads
+    reads_reference = algorithm.use_kl_in_reward or actor.use_kl_loss or "ref_log_prob" in reads
     reference = ("ref_log_prob",) if reads_reference else ()
     parts = loss_parts(algorithm, actor)
+    read = dict.fromkeys((*reads, *(("data_source",) if algorithm.by_source else ())))
     columns = StepColumns(
         images=IMAGE_COLUMNS if images else (),
         kept=KEPT_COLUMNS if kept else (),
+        routed=ROUTED_COLUMNS if algorithm.router_replay == "R3" else (),
+        recorded=ROUTED_COLUMNS if algorithm.router_replay == "R2" else (),
         teacher_prompts=(TEACHER_PROMPTS,) if algorithm.teacher_context else (),
         reward_components=("reward_components",) if algorithm.gdpo_reward_keys else (),
         filter=(FILTER_COLUMNS[filtering.metric],) if filtering.enable else (),
-        sum_pi_squared=("sum_pi_squared",) if "sum_pi_squared" in estimator.reads else (),
-        estimated_from=tuple(name for name in estimator.reads if name not in ("old_log_probs", "ref_log_prob")),
+        sum_pi_squared=("sum_pi_squared",) if "sum_pi_squared" in reads else (),
+        estimated_from=tuple(name for name in read if name not in ("old_log_probs", "ref_log_prob")),
         reference=reference,
         reference_loss=reference if actor.use_kl_loss and not actor.kl_loss_topk else (),
         reference_top=REFERENCE_TOP if actor.use_kl_loss and actor.kl_loss_topk else (),

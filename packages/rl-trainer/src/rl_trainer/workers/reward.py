@@ -34,7 +34,7 @@ from rl_trainer.workers.messages import (
 )
 from rl_trainer.workers.sample_log import SampleLog
 from rl_trainer.workers.saved_rows import RowFiles
-from rl_trainer.workers.scoring import ResponseScorer, RewardSettings, final_rows, outcome_metrics
+from rl_trainer.workers.scoring import ResponseScorer, RewardSettings, final_rows, outcome_metrics, source_scores
 from rl_trainer.workers.stateful import StatefulWorker
 from rl_trainer.workers.trajectory_record import TrajectoryRecord
 
@@ -91,6 +91,8 @@ class RewardWorker(StatefulWorker):
         self._row_files = RowFiles(plane)
         self._samples = samples
         self._record = record
+        self._sources = set[str]()
+        """The data sources of rows that have been scored."""
 
     @tqbridge(
         reads=("responses", *TASK_COLUMNS),
@@ -125,6 +127,9 @@ class RewardWorker(StatefulWorker):
             penalty = self._overlong_penalty(data.ragged("responses").lengths[[final[i] for i in good]])
             scores = (scores + penalty).astype(np.float32)
             metrics |= stats("reward/overlong_penalty", penalty, np.array([final[i] == i for i in good], np.bool_))
+        if not self._settings.algorithm.by_source:
+            scored = {final[i]: float(score) for i, score in zip(good, scores, strict=True)}
+            metrics |= self._by_source(data.objects("data_source").values(), scored)
         columns = BatchData(
             {"scores": dense(scores), "acc": dense(np.array([row["acc"] for row in numbers], np.float32))}
         )
@@ -144,6 +149,7 @@ class RewardWorker(StatefulWorker):
         """Begin to score trajectories, whose `reward` or `evaluate` follows, while others are
         generated.
         """
+        data = await self._with_prompts(data, call.batch, logged=False)
         self._responses.begin(call.batch, data, sorted(set(final_rows(call.batch.keys))))
         return StageResult()
 
@@ -217,6 +223,15 @@ class RewardWorker(StatefulWorker):
         if not (logged or self._responses.reads_prompts):
             return data
         return data.union(await self.prompts(batch))
+
+    def _by_source(self, sources: Sequence[str], scored: Mapping[int, float]) -> dict[str, float]:
+        """Metrics of the scores by row, once rows of several data sources have been scored.
+
+        With answers of the data among the rows there are none: the stage `adv` tells them apart.
+        """
+        self._sources.update(sources)
+        several = len(self._sources) > 1 and not self._settings.algorithm.demonstrates
+        return source_scores(sources, scored) if several else {}
 
     def _overlong_penalty(self, lengths: IntArray) -> FloatArray:
         """[N] penalties of responses of these lengths, at most 0."""

@@ -9,13 +9,16 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
-from rl_protocol import BatchData, ConfigError, KeptSets, KVBatchMeta, ObjectColumn, RLError, Tag, ragged
+from rl_protocol import BatchData, ConfigError, KeptSets, KVBatchMeta, ObjectColumn, RLError, Tag, pack_arrays, ragged
+from rl_protocol.batch.routed_experts import ExpertIds, check_experts, computed_tokens, fill_routed
 from rl_protocol.bridge import Output, tqbridge
 from rl_protocol.ports import DataPlane, ImageInput, Lease, RolloutEngine, SessionResult, settle
 from rl_protocol.rl_columns import (
     IMAGE_COLUMNS,
     KEPT_COLUMNS,
     PROMPT_SCHEMA,
+    ROUTED,
+    ROUTED_COLUMNS,
     TEACHER_PROMPTS,
     TRAIN_PARTITION,
     prompt_partition,
@@ -42,11 +45,13 @@ class RolloutWorker(Worker):
         session: the kind of session.
         tokenizer: the policy's tokenizer, for sessions that read or write text.
         images: reads the images of prompts, for a policy that sees images.
-        demonstrations: reads the data's answers, one of which is the last response to each training
-            prompt; None: all responses are generated.
+        demonstrations: reads the data's answers, which are the last responses to training prompts;
+            None: all responses are generated.
         restart: whether sessions start again when an update of the weights aborts one of their
             requests; otherwise the new weights continue it.
         kept_sets: whether the tokens that top-p and top-k keep are written.
+        experts: experts in each layer of the policy, where those of each token are written; 0: they
+            are not.
         teacher: writes the prompts of the reference policy; None: it sees those of the policy.
     """
 
@@ -64,6 +69,7 @@ class RolloutWorker(Worker):
         demonstrations: Demonstrations | None = None,
         restart: bool = False,
         kept_sets: bool = False,
+        experts: int = 0,
         teacher: TeacherContext | None = None,
     ) -> None:
         self.plane = plane
@@ -71,8 +77,10 @@ class RolloutWorker(Worker):
             images=IMAGE_COLUMNS if images is not None else (),
             demonstration=() if demonstrations is None else ("demonstration",),
             kept=KEPT_COLUMNS if kept_sets else (),
+            routed=ROUTED_COLUMNS if experts else (),
             teacher_prompts=() if teacher is None else (TEACHER_PROMPTS,),
         )
+        self._experts = experts
         self._teacher = teacher
         self._demonstrations = demonstrations
         self._engine = engine
@@ -121,9 +129,10 @@ class RolloutWorker(Worker):
         return await asyncio.shield(settling)
 
     def _is_given(self, partition: Partition, ref: SessionRef) -> bool:
-        """Whether the data gives the response: the last one to a training prompt."""
-        demonstrates = self._demonstrations is not None and partition.name == TRAIN_PARTITION
-        return demonstrates and ref.session == partition.n - 1
+        """Whether the data gives the response: the last ones to a training prompt."""
+        if self._demonstrations is None or partition.name != TRAIN_PARTITION:
+            return False
+        return ref.session >= partition.n - self._demonstrations.given(ref.row.data_source, partition.n)
 
     def _given(self, partition: Partition, ref: SessionRef) -> list[Trajectory]:
         assert self._demonstrations is not None
@@ -210,13 +219,18 @@ class RolloutWorker(Worker):
             "rollout_versions",
             *step.demonstration,
             *step.kept,
+            *step.routed,
         ),
         schema=TRAINER_SCHEMA,
     )
     async def write_trajectories(
         self, _: BatchData, partition: Partition, named: Sequence[tuple[Lease, SessionRef, Trajectory]]
     ) -> Output[None]:
-        """Write responses and what generated them, with their tags."""
+        """Write responses and what generated them, with their tags.
+
+        Raises:
+            BatchError: the experts of a trajectory are not those of its tokens.
+        """
         data = BatchData(
             {
                 "responses": ragged([t.response_ids for *_, t in named], "int64"),
@@ -230,6 +244,8 @@ class RolloutWorker(Worker):
             data = data.union(BatchData({"demonstration": ragged(given, "bool")}))
         if self.columns.kept:
             data = data.union(_kept_columns([trajectory for *_, trajectory in named]))
+        if self.columns.routed:
+            data = data.union(_routed_columns(named, self._experts))
         tags: list[Tag] = [
             {
                 **lease.tags,
@@ -251,6 +267,17 @@ def _kept_columns(trajectories: Sequence[Trajectory]) -> BatchData:
     kept = [KeptSets.all_kept(len(one.response_ids)) if one.kept is None else one.kept for one in trajectories]
     columns = [one.counts for one in kept], [one.words for one in kept]
     return BatchData({name: ragged(rows, "int32") for name, rows in zip(KEPT_COLUMNS, columns, strict=True)})
+
+
+def _routed_columns(named: Sequence[tuple[Lease, SessionRef, Trajectory]], experts: int) -> BatchData:
+    """ROUTED_COLUMNS of these trajectories; those without experts have none of 0 layers."""
+    rows = list[list[ExpertIds]]()
+    for lease, ref, one in named:
+        tokens = computed_tokens(len(ref.row.prompt_ids), len(one.response_ids))
+        routed = fill_routed(one.routed, tokens)
+        check_experts(routed, tokens, experts, f"Session {ref.session} of prompt {lease.uid!r}")
+        rows.append([routed])
+    return BatchData(pack_arrays(ROUTED, rows, ndim=3, dtype="int16"))
 
 
 def _extra_info(row: PromptRow) -> dict[str, Any]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from rl_protocol import BatchData, KVBatchMeta, RewardError, RowKey
+from rl_trainer.algorithms.metrics import stats
 from rl_trainer.config import AlgorithmConfig, OverlongConfig, PolicyLossConfig
 from rl_trainer.rewards.scorer import Failure, Outcome, Sample, Scored, Scorer
 from rl_trainer.workers.sample_log import SampleRow
@@ -156,6 +157,7 @@ class ResponseScorer:
                 ground_truth=columns[1][row],
                 extra_info=columns[2][row],
                 tokens=[] if prompts is None else [*prompts[row].tolist(), *responses[row].tolist()],
+                prompt_str="" if prompts is None else self._decode(prompts[row].tolist()),
             )
             for row in rows
         ]
@@ -189,3 +191,15 @@ def outcome_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
             for name in one.numbers.keys() - {"score", "acc"}:
                 named.setdefault(name, []).append(one.numbers[name])
     return metrics | {f"reward/extra/{name}": float(np.mean(named[name])) for name in sorted(named)}
+
+
+def source_scores(sources: Sequence[str], scored: Mapping[int, float]) -> dict[str, float]:
+    """`source/<data source>/score/{mean,max,min}` of the scores of rows.
+
+    >>> source_scores(["a", "b", "a"], {0: 1.0, 1: 2.0, 2: 0.0})["source/a/score/mean"]
+    0.5
+    """
+    groups: dict[str, list[float]] = {}
+    for row, score in scored.items():
+        groups.setdefault(sources[row], []).append(score)
+    return {name: value for one in sorted(groups) for name, value in stats(f"source/{one}/score", groups[one]).items()}

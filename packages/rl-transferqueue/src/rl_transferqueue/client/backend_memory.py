@@ -17,12 +17,11 @@ from rl_protocol.wire import Buffer, Header, encode, read_payload
 from rl_transferqueue.backends import Backend, BlockStore, Share, block_key, load_backend
 from rl_transferqueue.client.memory_interface import PlaneMemory
 from rl_transferqueue.memory.anchors import Anchor
-from rl_transferqueue.memory.build_batch import Piece, assemble, pieces_of
+from rl_transferqueue.memory.build_batch import Groups, Piece, assemble
 from rl_transferqueue.memory.receive_pool import ReceivePool
 from rl_transferqueue.wire.arrays import Ints
 from rl_transferqueue.wire.descriptor import PlaneDescriptor
 from rl_transferqueue.wire.header_cache import unpack_header
-from rl_transferqueue.wire.messages import Located
 from rl_transferqueue.wire.spans import Span
 
 T = TypeVar("T")
@@ -63,9 +62,8 @@ class BackendMemory(PlaneMemory):
         self._begun.add(span)
         await self._run(lambda: self._store(span.unit).put_block(block_key(span), parts), timeout_s)
 
-    async def read(self, located: Located, fields: Sequence[str], anchor: Anchor, timeout_s: float) -> BatchData:
+    async def read(self, groups: Groups, fields: Sequence[str], anchor: Anchor, timeout_s: float) -> BatchData:
         """Fetch every block once, as a whole."""
-        groups = pieces_of(located, fields)
 
         def fetch() -> BatchData:
             payloads: dict[str, Buffer] = {}

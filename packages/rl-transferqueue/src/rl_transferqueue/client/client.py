@@ -23,16 +23,19 @@ from rl_protocol.wire.draft import Draft
 from rl_transferqueue.backends import BUILT_IN
 from rl_transferqueue.client.choose_memory import route
 from rl_transferqueue.client.copied_columns import CopiedColumns
-from rl_transferqueue.client.deadline import deadline_after, seconds_until
+from rl_transferqueue.client.deadline import SERVER_GRACE_S, deadline_after, seconds_until
 from rl_transferqueue.client.leases import Leases
 from rl_transferqueue.client.location_cache import LocationCache
 from rl_transferqueue.client.reader import Reader
 from rl_transferqueue.client.reservation import Reservation
+from rl_transferqueue.client.retries.controller_replaced import ControllerReplaced
+from rl_transferqueue.client.retries.find_successor import find_successor
+from rl_transferqueue.client.retries.put_timeout import PutTimeout
 from rl_transferqueue.client.server_watch import CONTROLLER, ServerWatch
-from rl_transferqueue.client.writer import SERVER_GRACE_S, Writer
+from rl_transferqueue.client.writer import Writer
 from rl_transferqueue.memory.block_epochs import EpochView
-from rl_transferqueue.transport.control_client import ControlClient
-from rl_transferqueue.wire.arrays import unpack_ints
+from rl_transferqueue.transport.control_client import Call, ControlClient
+from rl_transferqueue.wire.arrays import unpack_tuple
 from rl_transferqueue.wire.descriptor import PlaneDescriptor, UnitAddress
 from rl_transferqueue.wire.messages import (
     Answer,
@@ -42,6 +45,7 @@ from rl_transferqueue.wire.messages import (
     Clear,
     Cleared,
     Commit,
+    Committed,
     Done,
     FindHosts,
     Flags,
@@ -53,9 +57,13 @@ from rl_transferqueue.wire.messages import (
     HostBytes,
     JoinUnits,
     ListRows,
+    Locate,
     Metrics,
     Reclaim,
+    Reserve,
     ResetConsumption,
+    Resume,
+    Resumed,
     Revoked,
     Rows,
     Stats,
@@ -79,6 +87,17 @@ async def connect(descriptor: PlaneDescriptor, *, timeout_s: float = 10.0) -> Cl
         PlaneLostError: the controller does not run, or no storage unit does.
         PlaneTimeout: the controller did not answer within `timeout_s` seconds.
     """
+    deadline = deadline_after(timeout_s)
+    while True:
+        try:
+            return await _connect(descriptor, seconds_until(deadline))
+        except PlaneLostError:
+            if not descriptor.successor_s:
+                raise
+            descriptor = await find_successor(descriptor, deadline)
+
+
+async def _connect(descriptor: PlaneDescriptor, timeout_s: float) -> Client:
     client = Client(descriptor)
     try:
         await client.open(timeout_s)
@@ -93,7 +112,8 @@ class Client(DataPlane):
 
     Lifecycle: connected until `close`, or until the controller or the last storage unit ends. Then
     every call, also those under way, raises PlaneLostError. If one of several units ends, only
-    reads of rows in it fail, with DataLostError.
+    reads of rows in it fail, with DataLostError. Where the controller can have a successor
+    (`start_local_plane(successor_s=)`), calls wait for it instead.
 
     `get` returns views of shared memory if its rows lie side by side in one block. Views never
     change, and they keep their block from being reused: while memory is scarce, hold them briefly,
@@ -104,15 +124,19 @@ class Client(DataPlane):
     def __init__(self, descriptor: PlaneDescriptor) -> None:
         self._descriptor = descriptor
         loop = asyncio.get_running_loop()
-        session = b"\x01" + os.urandom(7)
+        session = self._session = b"\x01" + os.urandom(7)
         self._route = route(descriptor, session)
         self._memory = self._route.memory(lambda nbytes: self._controller.moved(nbytes))
-        self._controller = ControlClient(loop, self._route.connect(), CONTROLLER, on_notice=self._notice)
+        self._controller = ControlClient(
+            loop, self._route.connect(), CONTROLLER, on_notice=self._notice, on_closed=self._await_successor
+        )
+        self._search: asyncio.Task[None] | None = None
+        """For the successor of the controller."""
         self._leases = Leases(loop, self._controller)
         self._servers = ServerWatch(loop, self._server_ended)
         ours = descriptor.backend in BUILT_IN  # other backends store each block by itself, and keep what is read
         reservation = Reservation(most_spare(descriptor.units[0].arena_bytes) if ours else 0)
-        self._writer = Writer(self._controller, self._memory, reservation, len(descriptor.units))
+        self._writer = Writer(self._controller, self._memory, reservation, len(descriptor.units), session)
         copies = CopiedColumns(descriptor.read_cache_mb << 20 if ours else 0, views=self._memory.views)
         self._reader = Reader(self._controller, self._memory, self._leases, copies)
         self._closed = False
@@ -145,7 +169,24 @@ class Client(DataPlane):
         tags: Sequence[Tag] | None = None,
         expect: Sequence[Tag | None] | None = None,
         timeout_s: float | None = None,
+        again: PutTimeout | None = None,
     ) -> KVBatchMeta:
+        """Store columns and tags of rows; see `rl_protocol.ports.DataPlane.put`.
+
+        Args:
+            partition: see there, as for the arguments that follow.
+            keys: see there.
+            data: see there.
+            tags: see there.
+            expect: see there.
+            timeout_s: see there.
+            again: the error of an earlier try of this put. If that one was made after all, it
+                counts, and nothing is stored: so a put with `expect` does not conflict with itself.
+
+        Raises:
+            PutTimeout: the put was not answered in time; repeat it with `again`. The other errors
+                are those of the port.
+        """
         deadline = deadline_after(self._seconds(timeout_s))
         keys = tuple(keys)
         _check_put(keys, data, tags, expect)
@@ -158,8 +199,8 @@ class Client(DataPlane):
                 to_columns(keys, tags) if tags is not None else (),
                 tuple(tags if tags is None else check_where(tags) for tags in expect) if expect is not None else None,
             )
-            generations = await self._writer.put(request, data, deadline)
-        return KVBatchMeta.unchecked(partition, keys, tuple(dict(tag) for tag in tags or ()), fields, generations)
+            generations = await self._writer.put(request, data, deadline, again)
+        return KVBatchMeta.unchecked(partition, keys, tuple(map(dict, tags or ())), fields, generations)
 
     async def alloc(
         self,
@@ -278,6 +319,7 @@ class Client(DataPlane):
             columns=stats.columns,
             tasks=stats.tasks,
             links=msgspec.structs.asdict(stats.links),
+            damaged=stats.damaged,
         )
 
     async def metrics(self, *, timeout_s: float | None = None) -> Metrics:
@@ -305,6 +347,8 @@ class Client(DataPlane):
         if self._closed:
             return
         self._closed = True
+        if self._search is not None:
+            self._search.cancel()
         self._reader.forget()
         self._controller.end_calls()
         self._memory.close()
@@ -338,20 +382,83 @@ class Client(DataPlane):
         """The plane is lost with its controller, or with the last of its units."""
         if unit is not None:
             self._writer.lose_unit(unit)
-        if not self._servers.plane_runs:
+        elif self._await_successor():
+            return
+        if not (self._servers.any_unit_runs if self._search is not None else self._servers.plane_runs):
             self._controller.lose(f"The {name} of the data plane has ended{self._route.or_else}; the data is lost.")
             self._memory.close()
+
+    # -- the successor of a controller
+    def _await_successor(self) -> bool:
+        """The controller has ended: let calls wait for its successor; False: there can be none."""
+        if not self._descriptor.successor_s or self._closed:
+            return False
+        if self._search is None:
+            self._controller.suspend(lambda call: _replaced() if isinstance(call.body, Reserve | Locate) else None)
+            self._writer.drop_reserve()
+            self._reader.forget()
+            self._search = asyncio.get_running_loop().create_task(self._join_successor())
+        return True
+
+    async def _join_successor(self) -> None:
+        deadline = deadline_after(self._descriptor.successor_s)
+        try:
+            while True:
+                found = await find_successor(self._descriptor, deadline, lambda: self._servers.runs(CONTROLLER))
+                try:
+                    await self._resume(found, deadline)
+                    break
+                except (PlaneLostError, PlaneTimeout):  # it has ended, too
+                    self._descriptor = found
+        except RLError as error:
+            self._controller.lose(error.message)
+            self._memory.close()
+        finally:
+            self._search = None
+
+    async def _resume(self, found: PlaneDescriptor, deadline: float) -> None:
+        """Continue the session at a successor."""
+        plane = route(found, self._session)
+        lifeline = await plane.lifeline(found.controller, CONTROLLER, seconds_until(deadline))
+        try:
+            epochs = EpochView(found.controller)
+
+            def resume(unanswered: tuple[int, ...]) -> Resume:
+                return Resume(found.controller.incarnation, this_process(), this_host(), unanswered)
+
+            answer = await self._controller.resume(plane.connect(), resume, Resumed, seconds_until(deadline))
+        except BaseException:
+            os.close(lifeline)
+            raise
+        self._servers.forget(CONTROLLER)
+        self._servers.add(CONTROLLER, lifeline)
+        self._memory.close()
+        self._descriptor, self._route = found, plane
+        self._memory = plane.memory(self._controller.moved)
+        self._writer.use_memory(self._memory)
+        self._reader.use_memory(self._memory)
+        self._reader.use_cache(LocationCache(epochs))
+        made = dict(answer.made)
+
+        def outcome(call: Call) -> Answer | RLError | None:
+            if call.id in made:
+                return Committed(made[call.id])
+            if isinstance(call.body, Hello):
+                return Done()
+            return _replaced() if isinstance(call.body, Commit) and call.body.block is not None else None
+
+        self._controller.continue_calls(outcome)
+
+
+def _replaced() -> ControllerReplaced:
+    return ControllerReplaced("The controller of the data plane has ended.")
 
 
 def _meta(partition: str, rows: Rows) -> KVBatchMeta:
     size = len(rows.keys)
     tags = LazyRows(size, partial(to_rows, rows.tags, size))
-    generations = LazyRows(size, partial(_numbers, rows.generations, size))
+    generations = LazyRows(size, partial(unpack_tuple, rows.generations, size))
     return KVBatchMeta.unchecked(partition, rows.keys, tags, rows.fields, generations)
-
-
-def _numbers(packed: bytes, size: int) -> tuple[int, ...]:
-    return tuple(unpack_ints(packed, size).tolist())
 
 
 def _check_put(
@@ -364,6 +471,10 @@ def _check_put(
         seen: set[str] = set()
         twice = next(key for key in keys if key in seen or seen.add(key))
         raise DuplicateKeyError(f"Key {twice!r} occurs more than once in one put; keys must be unique.")
-    for what, given in (("rows of data", data), ("tags", tags), ("expected tags", expect)):
-        if given is not None and len(given) != len(keys):
-            raise BatchError(f"A put needs one row per key: {len(keys)} keys, {len(given)} {what}.")
+    rows = len(keys)
+    if data is not None and len(data) != rows:
+        raise BatchError(f"A put needs one row per key: {rows} keys, {len(data)} rows of data.")
+    if tags is not None and len(tags) != rows:
+        raise BatchError(f"A put needs one row per key: {rows} keys, {len(tags)} tags.")
+    if expect is not None and len(expect) != rows:
+        raise BatchError(f"A put needs one row per key: {rows} keys, {len(expect)} expected tags.")

@@ -62,6 +62,8 @@ class CopiedColumns:
         if not _SMALLEST <= batch.nbytes <= self._limit:
             return  # columns of another host share one buffer, so that all of them must fit
         places = self._copied_places(location)
+        if not any(places):
+            return
         for name, number in zip(batch.field_names, location.located.place_of, strict=True):
             place, column = places[number], batch[name]
             nbytes = sum(buffer.nbytes for buffer in column.buffers)
@@ -90,10 +92,12 @@ class CopiedColumns:
 
     def _copied_places(self, location: Location) -> list[Place | None]:
         """Each of `Located.places` by block ids; None where its rows are read as a view."""
-        refs = location.located.blocks
-        ids = np.array([ref.id for ref in refs], np.int64)
-        views = [self._views(ref.span.unit) for ref in refs]
-        return [self._copied_place(ids, views, *packed) for packed in location.located.places]
+        if location.copied is None:
+            refs = location.located.blocks
+            ids = np.array([ref.id for ref in refs], np.int64)
+            views = [self._views(ref.span.unit) for ref in refs]
+            location.copied = [self._copied_place(ids, views, *packed) for packed in location.located.places]
+        return location.copied
 
     def _copied_place(
         self, ids: np.ndarray, views: Sequence[bool], packed_blocks: bytes, packed_rows: bytes

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from time import monotonic
 
+SERVER_GRACE_S = 1.0
+"""Seconds to wait past a deadline that the server keeps itself, so that it can explain it."""
+
 
 def deadline_after(seconds: float) -> float:
     """The time in `seconds`."""

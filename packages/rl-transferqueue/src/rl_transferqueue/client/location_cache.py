@@ -10,6 +10,7 @@ import numpy as np
 
 from rl_transferqueue.memory.anchors import Anchor
 from rl_transferqueue.memory.block_epochs import EpochView
+from rl_transferqueue.memory.build_batch import Groups, pieces_of
 from rl_transferqueue.wire.arrays import Ints
 from rl_transferqueue.wire.messages import Located
 
@@ -31,6 +32,15 @@ class Location:
         self.blocks = frozenset(ref.id for ref in located.blocks)
         self.slots: Ints = np.array([ref.slot for ref in located.blocks], dtype=np.int64)
         self.epochs: Ints = np.frombuffer(located.epochs, "<i8")
+        self.copied: list[tuple[bytes, bytes] | None] | None = None
+        """What `CopiedColumns` has found out about its places; None: nothing yet."""
+        self._groups: Groups | None = None
+
+    def groups(self, fields: Sequence[str]) -> Groups:
+        """What to read; `fields` are the columns of the query."""
+        if self._groups is None:
+            self._groups = pieces_of(self.located, fields)
+        return self._groups
 
 
 class LocationCache:

@@ -10,7 +10,8 @@ from rl_protocol.batch.batch_data import BatchData
 from rl_protocol.batch.columns import AnyArray
 from rl_protocol.wire import Header
 from rl_transferqueue.memory.anchors import Anchor
-from rl_transferqueue.wire.messages import LinkBytes, Located
+from rl_transferqueue.memory.build_batch import Groups
+from rl_transferqueue.wire.messages import LinkBytes
 from rl_transferqueue.wire.spans import Span
 
 T = TypeVar("T")
@@ -54,8 +55,9 @@ class PlaneMemory(Protocol):
         """
         ...
 
-    async def read(self, located: Located, fields: Sequence[str], anchor: Anchor, timeout_s: float) -> BatchData:
-        """The columns. Views of a unit's memory keep `anchor`, which keeps their block unchanged.
+    async def read(self, groups: Groups, fields: Sequence[str], anchor: Anchor, timeout_s: float) -> BatchData:
+        """The columns `fields`, which lie in these pieces. Views of a unit's memory keep `anchor`,
+        which keeps their block unchanged.
 
         Raises:
             PlaneTimeout, PlaneLostError: the deadline passed; the unit has ended.

@@ -21,7 +21,7 @@ from rl_protocol.wire import Header, decode, encode
 from rl_transferqueue.client.memory_interface import OnMoved, PlaneMemory, copying
 from rl_transferqueue.client.same_host_memory import LocalMemory
 from rl_transferqueue.memory.anchors import Anchor
-from rl_transferqueue.memory.build_batch import Piece, assemble, pieces_of
+from rl_transferqueue.memory.build_batch import Groups, Piece, assemble
 from rl_transferqueue.memory.receive_pool import ReceivePool
 from rl_transferqueue.transport.addresses import split_endpoint
 from rl_transferqueue.transport.bulk_client import BulkConnection, dial
@@ -37,7 +37,7 @@ from rl_transferqueue.transport.bulk_protocol import (
 from rl_transferqueue.transport.plane_secret import PlaneKey
 from rl_transferqueue.wire.arrays import Ints
 from rl_transferqueue.wire.descriptor import UnitAddress
-from rl_transferqueue.wire.messages import LinkBytes, Located
+from rl_transferqueue.wire.messages import LinkBytes
 from rl_transferqueue.wire.spans import Span
 
 T = TypeVar("T")
@@ -118,10 +118,9 @@ class RemoteMemory(PlaneMemory):
         self._begun.remove(span)
         self._count(span.unit, header.payload)
 
-    async def read(self, located: Located, fields: Sequence[str], anchor: Anchor, timeout_s: float) -> BatchData:
+    async def read(self, groups: Groups, fields: Sequence[str], anchor: Anchor, timeout_s: float) -> BatchData:
         """Fetch only these rows and columns, with one request per unit."""
         del anchor
-        groups = pieces_of(located, fields)
 
         def whole(batches: Mapping[int, BatchData]) -> BatchData:
             def source(piece: Piece) -> tuple[BatchData, range | Ints]:
@@ -267,15 +266,14 @@ class HostsMemory(PlaneMemory):
     async def write(self, span: Span, header: Header, data: BatchData, timeout_s: float) -> None:
         await self._of(span).write(span, header, data, timeout_s)
 
-    async def read(self, located: Located, fields: Sequence[str], anchor: Anchor, timeout_s: float) -> BatchData:
+    async def read(self, groups: Groups, fields: Sequence[str], anchor: Anchor, timeout_s: float) -> BatchData:
         """Fetch the rows of other hosts, and join them with those of this host."""
-        groups = pieces_of(located, fields)
         pieces = [piece for group in groups for piece in group]
         far = [piece for piece in pieces if not self._local.views(piece.span.unit)]
         if not far:
-            return await self._local.read(located, fields, anchor, timeout_s)
+            return await self._local.read(groups, fields, anchor, timeout_s)
         if len(far) == len(pieces):
-            return await self._remote.read(located, fields, anchor, timeout_s)
+            return await self._remote.read(groups, fields, anchor, timeout_s)
         fetched = await self._remote.fetch(far, timeout_s)
 
         def source(piece: Piece) -> tuple[BatchData, range | Ints]:

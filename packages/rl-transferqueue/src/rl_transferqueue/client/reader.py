@@ -11,10 +11,11 @@ import numpy as np
 from rl_protocol.batch.batch_data import BatchData
 from rl_protocol.errors import PlaneLostError
 from rl_transferqueue.client.copied_columns import CopiedColumns
-from rl_transferqueue.client.deadline import seconds_until
+from rl_transferqueue.client.deadline import SERVER_GRACE_S, seconds_until
 from rl_transferqueue.client.leases import Leases
 from rl_transferqueue.client.location_cache import Location, LocationCache, RowQuery
 from rl_transferqueue.client.memory_interface import UNIT_LOSS_POLL_S, PlaneMemory
+from rl_transferqueue.client.retries.controller_replaced import ControllerReplaced
 from rl_transferqueue.transport.control_client import ControlClient
 from rl_transferqueue.wire.messages import Locate, Located
 
@@ -34,19 +35,31 @@ class Reader:
         """Answer repeated gets from `cache`, without a message to the controller."""
         self._cache = cache
 
+    def use_memory(self, memory: PlaneMemory) -> None:
+        """Read from this memory from here on."""
+        self._memory = memory
+
     async def get(self, query: RowQuery, deadline: float) -> BatchData:
         """The columns of rows, located again if a unit ends meanwhile.
 
         Raises:
             MissingDataError, DataLostError: the controller's answer.
+            CapacityTimeout: rows of the journal found no memory until the deadline.
             PlaneTimeout, PlaneLostError: the deadline passed; the plane has ended.
         """
         _, keys, fields, _ = query
         place = self._cache.find(query) if self._cache is not None else None
         self._controller.check()
         while True:
+            era = self._controller.era
             if place is None:
-                place = await self._locate(query, deadline)
+                try:
+                    place = await self._locate(query, deadline)
+                except ControllerReplaced:
+                    continue
+            if era != self._controller.era:
+                place = None
+                continue
             if not fields:
                 return BatchData({}, len(keys))
             try:
@@ -84,7 +97,7 @@ class Reader:
     async def _read(self, place: Location, fields: tuple[str, ...], deadline: float) -> BatchData:
         """The columns: copies of gets before, and the others from the plane's memory."""
         kept = self._copies.find(place, fields)
-        located = place.located
+        located, era = place.located, self._controller.era
         if kept:
             wanted = [(name, number) for name, number in zip(fields, located.place_of, strict=True) if name not in kept]
             if not wanted:
@@ -92,8 +105,9 @@ class Reader:
             located = msgspec.structs.replace(located, place_of=tuple(number for _, number in wanted))
             place = Location(located, place.anchor)
         names = tuple(name for name in fields if name not in kept)
-        batch = await self._memory.read(located, names, place.anchor, seconds_until(deadline))
-        self._copies.keep(place, batch)
+        batch = await self._memory.read(place.groups(names), names, place.anchor, seconds_until(deadline))
+        if era == self._controller.era:
+            self._copies.keep(place, batch)
         if not kept:
             return batch
         return BatchData({name: kept[name] if name in kept else batch[name] for name in fields})
@@ -101,8 +115,9 @@ class Reader:
     async def _locate(self, query: RowQuery, deadline: float) -> Location:
         lease, anchor = self._leases.new()
         partition, keys, fields, generations = query
-        request = Locate(lease, partition, keys, fields, np.array(generations, "<i8").tobytes())
-        place = Location(await self._controller.call(request, Located, seconds_until(deadline)), anchor)
-        if fields and self._cache is not None:
+        seconds, era = seconds_until(deadline), self._controller.era
+        request = Locate(lease, partition, keys, fields, seconds, np.array(generations, "<i8").tobytes())
+        place = Location(await self._controller.call(request, Located, seconds + SERVER_GRACE_S), anchor)
+        if fields and self._cache is not None and era == self._controller.era:
             self._cache.keep(query, place)
         return place

@@ -60,6 +60,10 @@ class Reservation:
         rest, self._spare = self._spare, None
         return rest
 
+    def drop(self) -> None:
+        """The controller has ended, and what it reserved is not reserved any more."""
+        self._spare, self._asked = None, False
+
     def lose(self, unit: int) -> None:
         """Drop a unit that has ended from the reserve, and refuse later answers with it."""
         self._lost.add(unit)

@@ -14,12 +14,12 @@ from rl_protocol.wire import Header, read_payload, write_payload
 from rl_transferqueue.client.memory_interface import OnMoved, PlaneMemory, copying
 from rl_transferqueue.memory.anchors import Anchor, anchored
 from rl_transferqueue.memory.arena import EnteredPages, map_arena
-from rl_transferqueue.memory.build_batch import Piece, assemble, pieces_of
+from rl_transferqueue.memory.build_batch import Groups, Piece, assemble
 from rl_transferqueue.memory.receive_pool import ReceivePool
 from rl_transferqueue.wire.arrays import Ints
 from rl_transferqueue.wire.descriptor import UnitAddress
 from rl_transferqueue.wire.header_cache import unpack_header
-from rl_transferqueue.wire.messages import LinkBytes, Located
+from rl_transferqueue.wire.messages import LinkBytes
 from rl_transferqueue.wire.spans import Span
 
 
@@ -67,11 +67,11 @@ class LocalMemory(PlaneMemory):
         await copying(header.payload, write)
         self.count(header.payload)
 
-    async def read(self, located: Located, fields: Sequence[str], anchor: Anchor, timeout_s: float) -> BatchData:
+    async def read(self, groups: Groups, fields: Sequence[str], anchor: Anchor, timeout_s: float) -> BatchData:
         del timeout_s
 
         source = partial(self.view, anchor=anchor)
-        batch, fill, copied = assemble(pieces_of(located, fields), fields, source, self._buffers)
+        batch, fill, copied = assemble(groups, fields, source, self._buffers)
         if copied:
             await copying(copied, fill)
         self.count(batch.nbytes)

@@ -36,6 +36,15 @@ class ServerWatch:
         """Whether the controller and at least one storage unit run."""
         return CONTROLLER in self._running and self.any_unit_runs
 
+    def runs(self, name: str) -> bool:
+        """Whether a process is watched and has not ended."""
+        return name in self._running
+
+    def forget(self, name: str) -> None:
+        """Stop watching a process, if it is watched."""
+        if name in self._running:
+            self._remove(name)
+
     def close(self) -> None:
         """Stop watching."""
         for name in list(self._running):

@@ -14,24 +14,25 @@ from rl_protocol.batch.schema import ColumnSpec
 from rl_protocol.errors import BatchError, PlaneLostError, PlaneTimeout
 from rl_protocol.wire import plan
 from rl_protocol.wire.draft import Draft, plan_columns
-from rl_transferqueue.client.deadline import seconds_until
+from rl_transferqueue.client.deadline import SERVER_GRACE_S, seconds_until
 from rl_transferqueue.client.memory_interface import UNIT_LOSS_POLL_S, PlaneMemory
 from rl_transferqueue.client.reservation import Reservation
+from rl_transferqueue.client.retries.controller_replaced import ControllerReplaced
+from rl_transferqueue.client.retries.put_timeout import PutTimeout
 from rl_transferqueue.transport.control_client import ControlClient
-from rl_transferqueue.wire.arrays import unpack_ints
-from rl_transferqueue.wire.messages import Abandon, Commit, Committed, Reserve, Reserved
+from rl_transferqueue.wire.arrays import unpack_tuple
+from rl_transferqueue.wire.messages import Abandon, Commit, Committed, Recall, Recalled, Reserve, Reserved
 from rl_transferqueue.wire.spans import Span
 
 T = TypeVar("T")
-
-SERVER_GRACE_S = 1.0
-"""Seconds to wait past a deadline that the server keeps itself, so that it can explain it."""
 
 
 class _ArenaDraft(Draft):
     """A draft in the memory of a unit."""
 
     span: Span
+    era: int
+    """`ControlClient.era` when the span was reserved."""
 
 
 class _WritesInFlight:
@@ -39,28 +40,32 @@ class _WritesInFlight:
 
     def __init__(self) -> None:
         self._count = 0
-        self._none = asyncio.Event()
-        self._none.set()
+        self._none: asyncio.Event | None = None
+        """Set when the last write ends; made by the first who waits."""
 
     def __enter__(self) -> None:
         self._count += 1
-        self._none.clear()
 
     def __exit__(self, *_: object) -> None:
         self._count -= 1
-        if not self._count:
+        if not self._count and self._none is not None:
             self._none.set()
 
     async def wait_none(self) -> None:
-        """Wait until no write is in flight."""
-        await self._none.wait()
+        """Wait until no write is in flight; none may start any more."""
+        if self._count:
+            self._none = self._none or asyncio.Event()
+            await self._none.wait()
 
 
 class Writer:
     """Writes columns for one client, and keeps the memory it reserved."""
 
-    def __init__(self, controller: ControlClient, memory: PlaneMemory, reservation: Reservation, units: int) -> None:
+    def __init__(
+        self, controller: ControlClient, memory: PlaneMemory, reservation: Reservation, units: int, session: bytes
+    ) -> None:
         self._controller = controller
+        self._session = session
         self._memory = memory
         self._reservation = reservation
         self._units = units
@@ -68,14 +73,32 @@ class Writer:
         self._closed = False
         self.bytes_written = 0
 
-    async def put(self, request: Commit, data: BatchData | Draft | None, deadline: float) -> tuple[int, ...]:
-        """Store `data` with a commit that has no block yet; returns the generations of the rows.
+    async def put(
+        self, request: Commit, data: BatchData | Draft | None, deadline: float, again: PutTimeout | None = None
+    ) -> tuple[int, ...]:
+        """Store `data` with a commit that has no block yet, unless an earlier try was made.
+
+        Args:
+            request: the commit.
+            data: its columns.
+            deadline: of the whole put.
+            again: the error of the earlier try.
+
+        Returns:
+            The generations of the rows.
 
         Raises:
-            BatchError: the draft belongs to another plane, or the batch fits no unit.
+            BatchError: the draft belongs to another plane, the batch fits no unit, or the earlier
+                try was another client's.
             ConflictError, CapacityTimeout: the controller's answer.
             PlaneTimeout, PlaneLostError: the deadline passed; the plane has ended.
         """
+        if again is not None:
+            made = await self._recall(again, deadline)
+            if made is not None:
+                if isinstance(data, Draft):
+                    data.discard()
+                return unpack_tuple(made, len(request.keys))
         if isinstance(data, Draft):
             return await self._commit_draft(request, data, deadline)
         if data is None or not data.field_names:
@@ -88,13 +111,21 @@ class Writer:
         """A draft in the memory of a unit; see DataPlane.alloc."""
         header, offsets = plan_columns(columns, rows, lengths)
 
-        async def make(span: Span) -> Draft:
+        async def make(span: Span, era: int) -> Draft:
             memory = self._memory.draft(span, header.payload)
-            draft = _ArenaDraft(header, offsets, memory, lambda: self._give_back(span))
-            draft.span = span
+            draft = _ArenaDraft(header, offsets, memory, lambda: self._give_back(span, era))
+            draft.span, draft.era = span, era
             return draft
 
         return await self._with_room(header.payload, deadline, make)
+
+    def use_memory(self, memory: PlaneMemory) -> None:
+        """Write to this memory from here on."""
+        self._memory = memory
+
+    def drop_reserve(self) -> None:
+        """The controller has ended, and with it what it has reserved."""
+        self._reservation.drop()
 
     def lose_unit(self, unit: int) -> None:
         """Drop reserved memory of a unit that has ended."""
@@ -104,7 +135,7 @@ class Writer:
         """Give reserved memory back to the controller."""
         rest = self._reservation.take()
         if rest is not None:
-            self._give_back(rest)
+            self._give_back(rest, self._controller.era)
 
     async def close(self) -> None:
         """Wait for writes in flight. Memory is not given back from here on: the session ends."""
@@ -117,10 +148,10 @@ class Writer:
         spec = plan(data)
         header = msgspec.msgpack.encode(spec)
 
-        async def write(span: Span) -> tuple[int, ...]:
+        async def write(span: Span, era: int) -> tuple[int, ...]:
             with self._writes:
                 await self._memory.write(span, spec, data, seconds_until(deadline))
-            return await self._commit(request, (span, header, data.nbytes), deadline)
+            return await self._commit(request, (span, header, data.nbytes), deadline, era)
 
         return await self._with_room(spec.payload, deadline, write, ended)
 
@@ -133,70 +164,101 @@ class Writer:
             with self._writes:
                 await self._memory.finish(draft.span, draft.header, batch, seconds_until(deadline))
             block = (draft.span, msgspec.msgpack.encode(draft.header), nbytes)
-            generations = await self._commit(request, block, deadline)
+            generations = await self._commit(request, block, deadline, draft.era)
         except PlaneLostError:
             draft.discard()
             self._controller.check()
-            return await self._commit_batch(request, batch, deadline, ended=(draft.span.unit,))
+            ended = (draft.span.unit,) if draft.era == self._controller.era else ()
+            return await self._commit_batch(request, batch, deadline, ended=ended)
         except BaseException:
             draft.discard()
             raise
         draft.close()
         return generations
 
-    async def _commit(self, request: Commit, block: tuple[Span, bytes, int] | None, deadline: float) -> tuple[int, ...]:
+    async def _commit(
+        self, request: Commit, block: tuple[Span, bytes, int] | None, deadline: float, era: int | None = None
+    ) -> tuple[int, ...]:
         nbytes = 0
+        if era is None:
+            era = self._controller.era
         if block is not None:
+            if era != self._controller.era:
+                raise ControllerReplaced("The controller has ended during a put, which begins again.")
             span, header, nbytes = block
             spare = self._reservation.request(span.nbytes)
             request = msgspec.structs.replace(request, block=span, header=header, spare=spare)
         call = self._controller.start(request)
         try:
             done = await self._controller.finish(call, Committed, seconds_until(deadline), takes=request.spare > 0)
-        except BaseException:
+        except BaseException as error:
             if request.spare:
                 self._reservation.add(None)
+            if isinstance(error, PlaneTimeout):
+                raise PutTimeout(error.message, session=self._session, request=call.id) from error
             raise
         if request.spare:
-            self._add_reserve(done.spare)
+            self._add_reserve(done.spare if era == self._controller.era else None)
         self.bytes_written += nbytes
-        return tuple(unpack_ints(done.generations, len(request.keys)).tolist())
+        return unpack_tuple(done.generations, len(request.keys))
+
+    async def _recall(self, late: PutTimeout, deadline: float) -> bytes | None:
+        """The packed generations of a put that was not answered in time; None: it was not made."""
+        if late.session != self._session:
+            raise BatchError(
+                "Only the client whose put timed out can repeat it (`again`); got the error of another one."
+            )
+        try:
+            found = await self._controller.call(Recall(late.request), Recalled, seconds_until(deadline))
+        except PlaneTimeout as error:
+            raise PutTimeout(error.message, session=late.session, request=late.request) from error
+        return found.generations if found.made else None
 
     def _add_reserve(self, spare: Span | None) -> None:
         rest = self._reservation.add(spare)
         if rest is not None:
-            self._give_back(rest)
+            self._give_back(rest, self._controller.era)
 
     async def _with_room(
-        self, nbytes: int, deadline: float, use: Callable[[Span], Awaitable[T]], ended: Iterable[int] = ()
+        self, nbytes: int, deadline: float, use: Callable[[Span, int], Awaitable[T]], ended: Iterable[int] = ()
     ) -> T:
-        """Call `use` with memory for one put, and again with another unit's if its unit ends.
+        """Call `use` with memory for one put and its era, and again with another unit's if its unit
+        ends, or from the successor if the controller ends.
 
         Memory that was not used is given back.
         """
         lost = set(ended)
         while True:
-            span = await self._room(nbytes, deadline, lost)
+            era = self._controller.era
             try:
-                return await use(span)
+                span = await self._room(nbytes, deadline, lost)
+            except ControllerReplaced:
+                continue
+            if era != self._controller.era:
+                continue
+            try:
+                return await use(span, era)
             except PlaneLostError:
-                self._give_back(span)
+                self._give_back(span, era)
                 self.give_back_reserve()
                 self._controller.check()
+                if era != self._controller.era:
+                    continue
                 lost.add(span.unit)
                 if len(lost) == self._units:
                     raise
             except BaseException:
-                self._give_back(span)
+                self._give_back(span, era)
                 raise
 
     async def _room(self, nbytes: int, deadline: float, lost: Set[int]) -> Span:
         """Memory for one put, from the reserve or the controller, outside of the units `lost`."""
         while True:
+            era = self._controller.era
             span = self._reservation.carve(nbytes) or await self._reserve(nbytes, deadline)
             if span.unit not in lost:
                 return span
-            self._give_back(span)
+            self._give_back(span, era)
             self.give_back_reserve()
             if not seconds_until(deadline):
                 raise PlaneTimeout(
@@ -209,8 +271,8 @@ class Writer:
         request = Reserve(nbytes, left)
         return (await self._controller.call(request, Reserved, left + SERVER_GRACE_S, takes=True)).span
 
-    def _give_back(self, span: Span) -> None:
-        if not self._closed:
+    def _give_back(self, span: Span, era: int) -> None:
+        if not self._closed and era == self._controller.era:
             late = self._memory.abandon(span)
             with contextlib.suppress(PlaneLostError):
                 self._controller.tell(Abandon((span,), late))

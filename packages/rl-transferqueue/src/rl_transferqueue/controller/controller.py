@@ -10,6 +10,8 @@ from pathlib import Path
 from rl_protocol.errors import BatchError
 from rl_protocol.support.host_identity import this_host
 from rl_transferqueue.controller.block_cleanup import BlockCleanup
+from rl_transferqueue.controller.durable.absent_sessions import AbsentSessions
+from rl_transferqueue.controller.durable.consumed_rows import ConsumedRows
 from rl_transferqueue.controller.durable.durable_rows import DurableRows
 from rl_transferqueue.controller.durable.journal_thread import JournalThread
 from rl_transferqueue.controller.durable.recovery import restore
@@ -20,7 +22,7 @@ from rl_transferqueue.controller.rows.ledger import Ledger
 from rl_transferqueue.controller.session_requests import SessionRequests
 from rl_transferqueue.controller.sessions import Sessions
 from rl_transferqueue.controller.storage_units import StorageUnits
-from rl_transferqueue.journal.records import ClearRecord, RecoveryReport
+from rl_transferqueue.journal.records import ClearRecord, Recovered, RecoveryReport
 from rl_transferqueue.memory.arena import map_memory
 from rl_transferqueue.memory.block_epochs import SharedEpochs
 from rl_transferqueue.transport.addresses import Endpoints, endpoint
@@ -54,6 +56,11 @@ class Controller:
         stored: blocks lie in a backend's stores and not in arenas.
         journal: folder of the journal; None: nothing survives.
         every_put: commit every put by itself.
+        verify: compare rows in memory with the digests of their puts; needs a journal.
+        incarnation: counts the controllers of this plane from 1; those after the first continue the
+            sessions of the one before.
+        consumed: file of the consumed rows, for a successor; None: there will be none.
+        successor_s: seconds that clients have to come back to a successor.
 
     Raises:
         ConfigError, OutputError: the journal can't be used.
@@ -70,12 +77,17 @@ class Controller:
         stored: bool = False,
         journal: Path | None = None,
         every_put: bool = False,
+        verify: bool = False,
+        incarnation: int = 1,
+        consumed: Path | None = None,
+        successor_s: float = 0.0,
     ) -> None:
         self.reactor = Reactor()
         self._most_units = hosts * len(units)
         self._key: PlaneKey | None = None
         self._epochs = SharedEpochs(self._most_units * unit_bytes // ALIGN + 1)
-        self._ledger = Ledger(self._epochs)
+        self._incarnation = incarnation
+        self._ledger = Ledger(self._epochs, incarnation)
         self._capacity = Capacity(len(units), unit_bytes, this_host())
         self._units = StorageUnits(self.reactor, units, segment, self._lose_unit)
         handlers: dict[type, Handler] = {}
@@ -98,8 +110,17 @@ class Controller:
         self._session_requests = SessionRequests(
             self._sessions, blocks, self._capacity, self._rows, self._memory, self._cleanup, self._units
         )
-        self._journal = JournalThread(self.reactor, journal, each=every_put) if journal is not None else None
+        self._session_requests.incarnation = incarnation
+        self._journal = (
+            JournalThread(self.reactor, journal, each=every_put, successor=incarnation > 1)
+            if journal is not None
+            else None
+        )
+        self._rows.consumed = ConsumedRows(consumed) if consumed is not None else None
+        self._successor_s = successor_s
+        self._verify = verify
         self._arenas: dict[int, mmap] = {}
+        self._arena_fds: dict[int, int] = {}
         handlers.update(self._session_requests.handlers)
         handlers.update(self._memory.handlers)
         handlers.update(self._rows.handlers)
@@ -112,6 +133,11 @@ class Controller:
     def shared_memory(self) -> tuple[int, int]:
         """File descriptor and bytes of what clients map."""
         return self._epochs.fd, self._epochs.nbytes
+
+    @property
+    def arenas(self) -> tuple[int, ...]:
+        """With a journal: file descriptor of the arena of each unit, in the unit's process."""
+        return tuple(fd for _, fd in sorted(self._arena_fds.items()))
 
     def listen(self, host: str, key: PlaneKey, port: int = 0) -> Endpoints:
         """Also serve clients of other hosts: control messages at `port`, bytes at the next one; 0:
@@ -135,6 +161,10 @@ class Controller:
         """Write what the journal has not written, and close all sockets and descriptors."""
         if self._journal is not None:
             self._journal.close()
+        if self._session_requests.absent is not None:
+            self._session_requests.absent.close()
+        if self._rows.consumed is not None:
+            self._rows.consumed.close()
         self.server.close()
         if self._session_requests.bulk is not None:
             self._session_requests.bulk.close()
@@ -147,19 +177,40 @@ class Controller:
 
         def described(unit: int, answer: Answer) -> None:
             assert isinstance(answer, ArenaMemory)
+            self._arena_fds[unit] = answer.fd
             self._arenas[unit] = map_memory(answer.process, answer.fd, answer.nbytes, writable=True)
             missing.discard(unit)
             if not missing:
-                restore(journal.recovered, self._ledger)
+                self._restore(journal.recovered)
                 journal.write(ClearRecord(journal.recovered.report.rows_incomplete), lambda _: None)
                 self._rows.durable = DurableRows(
-                    self._ledger, self._capacity, journal, self._bytes_of, self.server, self._rows
+                    self._ledger,
+                    self._capacity,
+                    journal,
+                    self._bytes_of,
+                    self.server,
+                    self._rows,
+                    verify=self._verify,
+                    keep_origins=self._rows.consumed is not None,
                 )
-                self._memory.first = self._rows.durable.continue_loading
+                self._memory.first = self._rows.durable.loads.continue_loading
                 callback()
 
         for unit in self._units:
-            self._units.send(unit, DescribeMemory(), partial(described, unit))
+            self._units.send(unit, DescribeMemory(self._incarnation > 1), partial(described, unit))
+
+    def _restore(self, recovered: Recovered) -> None:
+        answers: dict[bytes, dict[int, bytes]] = {}
+        for (session, request), generations in recovered.answers.items():
+            answers.setdefault(session, {})[request] = generations
+        self._session_requests.answers = answers
+        consumed = self._rows.consumed
+        restore(recovered, self._ledger, consumed.all() if consumed is not None else ())
+        if consumed is not None:
+            end = partial(self._rows.end_absent, consumed)
+            absent = self._session_requests.absent = AbsentSessions(self.reactor, self._successor_s, end)
+            for session, process in consumed.awaited().items():
+                absent.wait_for(session, process)
 
     def _bytes_of(self, span: Span) -> memoryview:
         return memoryview(self._arenas[span.unit])[span.offset : span.offset + span.nbytes]
@@ -208,6 +259,7 @@ class Controller:
             contents.columns,
             contents.tasks,
             self.server.links,
+            self._rows.durable.damaged if self._rows.durable is not None else 0,
         )
 
     def _metrics(self, *_: object) -> Metrics:

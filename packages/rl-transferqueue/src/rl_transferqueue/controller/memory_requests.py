@@ -150,16 +150,19 @@ class MemoryRequests:
         if unit in self._units:  # otherwise the memory is gone, too
             self._units.send(unit, fence, fenced)
 
-    def _full(self, message: Reserve) -> CapacityTimeout:
+    def occupancy(self) -> Occupancy:
+        """Who holds the memory, for errors."""
         names = self._sessions.names()
-        held = Occupancy(
+        return Occupancy(
             partitions=self._blocks.by_partition,
             reserved=by_client(self._capacity.holders(), names),
             read=by_client(self._blocks.read_only_by_leases(), names),
             waiting=len(self._queue),
             waiting_bytes=self._queue.nbytes,
         )
-        return self._capacity.full(message.nbytes, message.timeout_s, held)
+
+    def _full(self, message: Reserve) -> CapacityTimeout:
+        return self._capacity.full(message.nbytes, message.timeout_s, self.occupancy())
 
 
 def check_done(answer: Answer, request: object) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
 from rl_protocol.errors import DataLostError, PlaneTimeout, RLError, WireError
 from rl_transferqueue.controller.block_cleanup import BlockCleanup
 from rl_transferqueue.controller.column_counters import ColumnCounters
+from rl_transferqueue.controller.durable.consumed_rows import Consumed, ConsumedRows
 from rl_transferqueue.controller.durable.durable_rows import DurableRows
+from rl_transferqueue.controller.durable.row_loads import RowLoads
 from rl_transferqueue.controller.memory_accounting.capacity import Capacity
 from rl_transferqueue.controller.memory_requests import MemoryRequests, Replies
 from rl_transferqueue.controller.rows.ledger import Ledger
@@ -33,6 +35,8 @@ from rl_transferqueue.wire.messages import (
     ListRows,
     Locate,
     Located,
+    Recall,
+    Recalled,
     ResetConsumption,
     Rows,
     Unload,
@@ -65,6 +69,8 @@ class RowRequests:
         self.columns = ColumnCounters()
         self.durable: DurableRows | None = None
         """Set where puts must survive the plane."""
+        self.consumed: ConsumedRows | None = None
+        """Set where a successor must know which rows were consumed."""
 
     @property
     def handlers(self) -> Mapping[type, Handler]:
@@ -72,6 +78,7 @@ class RowRequests:
         ledger = self._ledger
         return {
             Commit: self._commit,
+            Recall: lambda caller, its: self._sessions.get(caller.session).puts.recall(its.request, caller.request),
             Clear: self._clear,
             Unload: lambda _, message: self._unload(message),
             Locate: self._locate,
@@ -96,15 +103,52 @@ class RowRequests:
 
     def give_back(self, taken: TakenRows) -> None:
         """Rows whose caller left without the answer can be handed out again."""
+        if self.consumed is not None:
+            self.consumed.give_back(Consumed(taken.partition, taken.task, taken.generations))
         self.serve(self._ledger.give_back(taken.partition, taken.task, taken.generations))
 
-    def committed(self, caller: Caller, message: Commit, generations: Ints, served: Served) -> None:
+    def resume(self, consumed: ConsumedRows, session: bytes, unanswered: Collection[int]) -> None:
+        """A session of the controller before continues; rows of these requests did not reach their
+        callers, and can be handed out again."""
+        requests = consumed.unconfirmed(session)
+        self._give_back_requests(consumed, session, [it for it in requests if it in unanswered])
+        consumed.confirm(session, requests)
+
+    def end_absent(self, consumed: ConsumedRows, session: bytes) -> None:
+        """A session of the controller before does not continue: rows that were on their way to it
+        can be handed out again."""
+        self._give_back_requests(consumed, session, consumed.unconfirmed(session))
+        consumed.end_session(session, gone=False)
+
+    def _give_back_requests(self, consumed: ConsumedRows, session: bytes, requests: Collection[int]) -> None:
+        for request in requests:
+            for its in consumed.of(session, request):
+                self.give_back(TakenRows(*its))
+
+    def committed(self, caller: Caller, message: Commit, generations: Ints | range, served: Served) -> None:
         """Part of `Outcomes`."""
         spare = self._memory.spare(caller, message.spare) if self._sessions.find(caller.session) is not None else None
         if message.block is not None:
             self.columns.put(message.header)
-        self._replies.answer(caller, Committed(pack_ints(generations), spare))
+        packed = pack_ints(generations)
+        self._replies.answer(caller, Committed(packed, spare))
+        self._end_put(caller, packed)
         self.cleared(served)
+
+    def failed(self, caller: Caller, error: RLError) -> None:
+        """Part of `Outcomes`."""
+        self._replies.fail(caller, error)
+        self._end_put(caller, None)
+
+    def _end_put(self, caller: Caller, generations: bytes | None) -> None:
+        session = self._sessions.find(caller.session)
+        for request in session.puts.end(caller.request, generations) if session is not None else ():
+            self._replies.answer(Caller(caller.session, request), Recalled(generations is not None, generations or b""))
+
+    def gone(self, generations: Sequence[int]) -> None:
+        """Part of `Outcomes`."""
+        if self.consumed is not None and generations:
+            self.consumed.forget(generations)
 
     def cleared(self, served: Served) -> None:
         """Part of `Outcomes`."""
@@ -116,9 +160,10 @@ class RowRequests:
         self._memory.serve()
 
     def _commit(self, caller: Caller, message: Commit) -> Committed | None:
-        self._sessions.get(caller.session)
+        session = self._sessions.get(caller.session)
         if self.durable is not None:
             self.durable.put(caller, message)
+            session.puts.begin(caller.request)
             return None
         if message.block is not None:
             self._capacity.check(caller.session, message.block)
@@ -130,7 +175,9 @@ class RowRequests:
             self.columns.put(message.header)
         self.serve(served)
         self._cleanup.run()
-        return Committed(pack_ints(generations), self._memory.spare(caller, message.spare))
+        packed = pack_ints(generations)
+        session.puts.end(caller.request, packed)
+        return Committed(packed, self._memory.spare(caller, message.spare))
 
     def _clear(self, caller: Caller, message: Clear) -> Cleared | None:
         if self.durable is not None:
@@ -149,14 +196,28 @@ class RowRequests:
 
     def _locate(self, caller: Caller, message: Locate) -> Located | None:
         if self.durable is not None:
+            if self.durable.drop_damaged(message.partition, message.keys, message.fields):
+                self._cleanup.run()
             away = self._ledger.on_disk(message.partition, message.keys, message.fields)
             if away.size:
-                self.durable.load(away, lambda error: self._loaded(caller, message, error))
+                self._load(self.durable.loads, away, caller, message)
                 return None
         return self._place(caller, message)
 
+    def _load(self, loads: RowLoads, generations: Ints, caller: Caller, message: Locate) -> None:
+        """Answer a request once these rows are in memory, unless its caller leaves before."""
+        self._sessions.get(caller.session)
+        load = loads.start(generations, lambda error: self._loaded(caller, message, error))
+
+        def expired() -> None:
+            self._replies.fail(caller, loads.late(load, message.partition, message.timeout_s, self._memory.occupancy()))
+            self._memory.serve()
+
+        self._sessions.park(caller, message.timeout_s, lambda: loads.leave(load), expired)
+
     def _loaded(self, caller: Caller, message: Locate, error: RLError | None) -> None:
         """Answer a request whose rows were read from the journal."""
+        self._sessions.unpark(caller)
         try:
             if error is not None:
                 raise error
@@ -233,6 +294,10 @@ class RowRequests:
         generations, served = self._ledger.reset_consumption(message.partition, message.task, message.keys)
         for session in self._sessions.live():
             session.unacknowledged.forget(message.partition, message.task, generations)
+        if self.consumed is not None and message.task is None:
+            self.consumed.forget(generations.tolist())
+        elif self.consumed is not None and message.task is not None:
+            self.consumed.give_back(Consumed(message.partition, message.task, generations))
         self.serve(served)
         return Cleared(generations.size)
 
@@ -242,6 +307,8 @@ class RowRequests:
         if task is not None:
             taken = TakenRows(partition, task, np.unique(unpack_ints(rows.generations, len(rows.keys))))
             self._sessions.get(caller.session).unacknowledged.add(caller.request, taken)
+            if self.consumed is not None:
+                self.consumed.take(Consumed(partition, task, taken.generations), *caller)
         return rows
 
 

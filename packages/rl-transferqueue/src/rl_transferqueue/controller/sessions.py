@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from rl_protocol.errors import WireError
+from rl_transferqueue.controller.put_answers import PutAnswers
 from rl_transferqueue.controller.unacknowledged import Unacknowledged
 from rl_transferqueue.transport.control_server import Caller
 from rl_transferqueue.transport.event_loop import Reactor, Timer
@@ -42,6 +43,7 @@ class Session:
     """Spans it has given back while bytes for them may still have been on their way."""
     waiting: dict[int, WaitingRequest] = field(default_factory=dict[int, WaitingRequest])
     unacknowledged: Unacknowledged = field(default_factory=Unacknowledged)
+    puts: PutAnswers = field(default_factory=PutAnswers)
 
 
 class Sessions:

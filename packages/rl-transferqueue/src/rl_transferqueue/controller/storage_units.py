@@ -38,11 +38,13 @@ class StorageUnits:
         self._on_ready: Callable[[], None] | None = None
         self._links: dict[int, UnitLink] = {}
         self._hosts: dict[int, str] = {}
+        self._places: dict[int, str] = {}
+        """Addresses, for messages."""
         self._awaited: dict[int, dict[int, tuple[ProcessId, Callable[[], None]]]] = {}
         """Ends of processes that a unit watches."""
         self._waits = count()
         for unit, address in enumerate(addresses):
-            self._add(unit, UnixChannels(reactor, address), this_host())
+            self._add(unit, UnixChannels(reactor, address), this_host(), address)
 
     def __len__(self) -> int:
         return len(self._links)
@@ -64,7 +66,7 @@ class StorageUnits:
         Raises:
             PlaneLostError, PlaneTimeout, ConfigError: it can't be reached, or has another key.
         """
-        self._add(number, NetworkChannels(self._reactor, unit, f"storage unit {number}", key), unit.host)
+        self._add(number, NetworkChannels(self._reactor, unit, f"storage unit {number}", key), unit.host, unit.bulk)
 
     def when_ended(self, host: str, process: ProcessId, callback: Callable[[], None]) -> None:
         """Call back once a process of another host can't touch the memory of units there any more:
@@ -102,15 +104,16 @@ class StorageUnits:
             callback()
 
     def _lose(self, unit: int) -> None:
-        log.error("storage unit %d has ended; its data is lost", unit)
+        log.error("storage unit %d at %s has ended; its data is lost", unit, self._places.pop(unit))
         self._links.pop(unit).close()
         host = self._hosts.pop(unit)
         self._on_lost(unit)
         for process, callback in self._awaited.pop(unit, {}).values():
             self.when_ended(host, process, callback)
 
-    def _add(self, unit: int, channels: UnixChannels | NetworkChannels, host: str) -> None:
+    def _add(self, unit: int, channels: UnixChannels | NetworkChannels, host: str, place: str) -> None:
         self._links[unit] = UnitLink(
             self._reactor, channels, self._segment, self._check_ready, partial(self._lose, unit)
         )
         self._hosts[unit] = host
+        self._places[unit] = place

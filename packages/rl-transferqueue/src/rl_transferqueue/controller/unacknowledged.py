@@ -31,6 +31,7 @@ class Unacknowledged:
     >>> unacknowledged.add(1, Span(0, 0, 64))
     >>> unacknowledged.add(2, Span(0, 64, 64))
     >>> unacknowledged.confirm([1])
+    []
     >>> unacknowledged.pop(1), unacknowledged.pop(2)
     (None, Span(unit=0, offset=64, nbytes=64))
     """
@@ -42,10 +43,10 @@ class Unacknowledged:
         """Record what a request took; its answer is being sent."""
         self._taken[request] = taken
 
-    def confirm(self, requests: Iterable[int]) -> None:
-        """The callers of these requests have the answers."""
-        for request in requests:
-            self._taken.pop(request, None)
+    def confirm(self, requests: Iterable[int]) -> list[int]:
+        """The callers of these requests have the answers; returns those that took rows."""
+        taken = {request: self._taken.pop(request, None) for request in requests}
+        return [request for request, what in taken.items() if isinstance(what, TakenRows)]
 
     def pop(self, request: int) -> Taken | None:
         """Remove and return what to give back when the caller leaves without the answer."""

@@ -20,15 +20,19 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from rl_protocol.errors import ConfigError, OutputError
 from rl_protocol.support.disk_writes import fsync
 from rl_protocol.support.fault_points import FaultPoint, reach
 from rl_protocol.support.host.portable import uses_linux
 from rl_transferqueue.journal.journal_index import JournalIndex
+from rl_transferqueue.journal.kept_answers import KeptAnswers
 from rl_transferqueue.journal.metadata import Metadata, StoredPut
 from rl_transferqueue.journal.records import ClearRecord, PutRecord, Record, Recovered, RecoveryReport
 from rl_transferqueue.journal.segment_files import DiskFiles, SegmentFiles
 from rl_transferqueue.journal.segments import Segments
+from rl_transferqueue.wire.arrays import pack_ints
 
 SEGMENTS, METADATA, LOCK = "segments", "metadata.sqlite", "lock"
 """Names in the folder of a journal."""
@@ -61,6 +65,8 @@ class DiskJournal:
         self._cleared: set[int] = set()
         self._dead: list[StoredPut] = []
         self._forgotten: set[int] = set()
+        self._answers = KeptAnswers()
+        self._last = 0
 
     def append(self, records: Sequence[Record]) -> None:
         with self._fatal("append"):
@@ -73,9 +79,12 @@ class DiskJournal:
                     continue
                 stored = StoredPut(
                     self._index.next_number(),
-                    replace(record, columns={}),
+                    replace(record, columns={}, origin=None),
                     {name: next(places) for name in record.columns},
                 )
+                self._last = max(self._last, *record.generations)
+                if record.origin is not None:
+                    self._answers.add(record.origin, pack_ints(np.array(record.generations, np.int64)))
                 self._index.add(stored)
                 self._new[stored.number] = stored
 
@@ -84,7 +93,12 @@ class DiskJournal:
             self._segments.sync()
             reach(FaultPoint.JOURNAL_PAYLOAD_SYNCED)
             self._metadata.commit(
-                self._new.values(), self._cleared, [put.number for put in self._dead], self._forgotten
+                self._new.values(),
+                self._cleared,
+                [put.number for put in self._dead],
+                self._forgotten,
+                *self._answers.take_changes(),
+                self._last,
             )
             self._remove_unreferenced()
             self._new, self._cleared, self._dead, self._forgotten = {}, set(), [], set()
@@ -108,6 +122,9 @@ class DiskJournal:
             noted = self._metadata.cleared()
             cleared = noted & {it for record in whole for it in record.generations}
             self._index.clear(cleared)
+            self._last = max((it for put in stored for it in put.record.generations), default=0)
+            self._last = max(self._last, self._metadata.last_generation())
+            answers = self._answers.restore(self._metadata.answers())
             self._metadata.commit(dead=[put.number for put in broken], forgotten=noted - cleared)
             removed += self._segments.remove(ends.keys() - self._index.segments())
             incomplete = {it for put in broken for it in put.record.generations} - noted
@@ -118,7 +135,7 @@ class DiskJournal:
                 bytes_cut=cut,
                 segments_removed=removed,
             )
-            return Recovered(tuple(whole), frozenset(cleared), report)
+            return Recovered(tuple(whole), frozenset(cleared), report, answers, self._last)
 
     def read(self, generations: Collection[int]) -> tuple[PutRecord, ...]:
         with self._fatal("read"):
@@ -189,8 +206,16 @@ class DiskJournal:
 
 
 @contextmanager
-def open_journal(folder: Path, segment_bytes: int = SEGMENT_BYTES) -> Generator[DiskJournal]:
+def open_journal(
+    folder: Path, segment_bytes: int = SEGMENT_BYTES, *, keep_answers: bool = False
+) -> Generator[DiskJournal]:
     """The journal in a folder, which is made if need be; one process at a time.
+
+    Args:
+        folder: of the journal.
+        segment_bytes: size of a segment.
+        keep_answers: keep the answers to puts of sessions that a process before has served; they
+            are deleted otherwise.
 
     Raises:
         ConfigError: the folder is on a network file system, or another process uses its journal.
@@ -211,6 +236,8 @@ def open_journal(folder: Path, segment_bytes: int = SEGMENT_BYTES) -> Generator[
             raise _in_use(folder)
         try:
             metadata = Metadata(sqlite3.connect(folder / METADATA, isolation_level=None))
+            if not keep_answers:
+                metadata.forget_answers()
             fsync(folder)
         except (OSError, sqlite3.Error) as error:
             raise OutputError(f"The journal in {folder} can't be opened: {error}.") from error

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from rl_transferqueue.journal.records import PutRecord
+from rl_transferqueue.journal.records import Origin, PutRecord
 from rl_transferqueue.journal.segments import Place
 
 VERSION = 1
@@ -22,6 +22,9 @@ _TABLES = (
     put INTEGER NOT NULL, position INTEGER NOT NULL, name TEXT NOT NULL, segment INTEGER NOT NULL,
     start INTEGER NOT NULL, nbytes INTEGER NOT NULL, digest BLOB NOT NULL, PRIMARY KEY(put, position)) WITHOUT ROWID""",
     "CREATE TABLE IF NOT EXISTS cleared(generation INTEGER PRIMARY KEY)",
+    """CREATE TABLE IF NOT EXISTS answers(
+    session BLOB NOT NULL, request INTEGER NOT NULL, generations BLOB NOT NULL, PRIMARY KEY(session, request)) WITHOUT ROWID""",
+    "CREATE TABLE IF NOT EXISTS last(one INTEGER PRIMARY KEY CHECK(one=1), generation INTEGER NOT NULL)",
 )
 
 
@@ -78,6 +81,9 @@ class Metadata:
         cleared: Iterable[int] = (),
         dead: Iterable[int] = (),
         forgotten: Iterable[int] = (),
+        answers: Mapping[Origin, bytes] | None = None,
+        old_answers: Iterable[Origin] = (),
+        last: int = 0,
     ) -> None:
         """One durable transaction.
 
@@ -86,6 +92,9 @@ class Metadata:
             cleared: rows to note as cleared.
             dead: numbers of puts to delete.
             forgotten: cleared rows that no put holds any more.
+            answers: packed generations by origin, to add.
+            old_answers: those to delete.
+            last: the largest generation of all puts; 0: as before.
         """
         with self._transaction() as connection:
             for put in puts:
@@ -106,6 +115,13 @@ class Metadata:
                 connection.execute("DELETE FROM puts WHERE id=?", (number,))
                 connection.execute("DELETE FROM blocks WHERE put=?", (number,))
             connection.executemany("DELETE FROM cleared WHERE generation=?", [(it,) for it in forgotten])
+            if answers:
+                connection.executemany(
+                    "INSERT OR REPLACE INTO answers VALUES(?,?,?)", [(*origin, it) for origin, it in answers.items()]
+                )
+            connection.executemany("DELETE FROM answers WHERE session=? AND request=?", old_answers)
+            if last:
+                connection.execute("INSERT OR REPLACE INTO last VALUES(1,?)", (last,))
 
     def puts(self) -> list[StoredPut]:
         """All puts, oldest first."""
@@ -123,6 +139,19 @@ class Metadata:
     def cleared(self) -> set[int]:
         """Cleared rows of puts that hold others too."""
         return {generation for (generation,) in self._connection.execute("SELECT generation FROM cleared")}
+
+    def answers(self) -> dict[Origin, bytes]:
+        """All answers, by session and request."""
+        rows = self._connection.execute("SELECT session, request, generations FROM answers ORDER BY session, request")
+        return {Origin(session, request): generations for session, request, generations in rows}
+
+    def forget_answers(self) -> None:
+        """Delete all answers, durable with the next commit."""
+        self._connection.execute("DELETE FROM answers")
+
+    def last_generation(self) -> int:
+        """The largest generation of all puts; 0: there was none."""
+        return max((generation for (generation,) in self._connection.execute("SELECT generation FROM last")), default=0)
 
     def close(self) -> None:
         """Close the connection."""

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 Block: TypeAlias = bytes | bytearray | memoryview
+
+
+class Origin(NamedTuple):
+    """The request of a put: whether it was made can be asked later."""
+
+    session: bytes
+    request: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +24,7 @@ class PutRecord:
         generations: one number per row, unique in the plane.
         header, tags: stored as they are.
         columns: column name -> its contiguous bytes.
+        origin: where it comes from; None: nobody can ask for its outcome.
     """
 
     partition: str
@@ -25,6 +33,7 @@ class PutRecord:
     header: bytes = b""
     tags: bytes = b""
     columns: Mapping[str, Block] = field(default_factory=dict[str, Block])
+    origin: Origin | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +69,16 @@ class Recovered:
     """The puts that hold a row that is not cleared, in the order of their appends, and the report.
 
     The puts come without their columns, which `Journal.read` returns. A put is kept whole until all
-    of its rows are cleared; `cleared` holds those that are.
+    of its rows are cleared; `cleared` holds those that are. `answers` has the generations of the
+    rows of the last puts with an origin, as `arrays.pack_ints` packs them, also of rows that were
+    cleared since; `last_generation` is the largest of all puts ever.
     """
 
     puts: tuple[PutRecord, ...]
     cleared: frozenset[int]
     report: RecoveryReport
+    answers: Mapping[Origin, bytes] = field(default_factory=dict[Origin, bytes])
+    last_generation: int = 0
 
 
 class Journal(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -19,6 +20,7 @@ from rl_transferqueue.launch.server_children import (
     unit_specs,
     wait_ready,
 )
+from rl_transferqueue.launch.server_specs import heartbeat_file
 from rl_transferqueue.transport.addresses import check_ports, listen_address
 from rl_transferqueue.transport.plane_secret import load_key
 from rl_transferqueue.wire.descriptor import UnitAddress
@@ -34,16 +36,27 @@ class HostUnits:
     """
 
     def __init__(
-        self, addresses: tuple[UnitAddress, ...], children: list[ServerChild], resources: contextlib.ExitStack
+        self,
+        addresses: tuple[UnitAddress, ...],
+        children: list[ServerChild],
+        runtime_dir: Path,
+        resources: contextlib.ExitStack,
     ) -> None:
         self.addresses = addresses
         self._children = children
+        self._runtime_dir = runtime_dir
         self._resources = resources
 
     @property
     def pids(self) -> tuple[int, ...]:
         """Process ids of the units."""
         return tuple(child.process.pid for child in self._children)
+
+    @property
+    def heartbeats(self) -> Mapping[int, Path]:
+        """Process id -> file of its heartbeat (`rl_protocol.support.heartbeat`), in the order of
+        `pids`."""
+        return {pid: heartbeat_file(self._runtime_dir, pid) for pid in self.pids}
 
     def close(self) -> None:
         """End the units, within 3 seconds; safe to call twice."""
@@ -98,4 +111,4 @@ def start_host_units(
         children += [spawn(f"unit-{spec.index}", spec, private, logs) for spec in specs]
         ready = [wait_ready(child, deadline, start_timeout_s) for child in children]
         addresses = tuple(unit_address(spec, said) for spec, said in zip(specs, ready, strict=True))
-        return HostUnits(addresses, children, undo.pop_all())
+        return HostUnits(addresses, children, private, undo.pop_all())

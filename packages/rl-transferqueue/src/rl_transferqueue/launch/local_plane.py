@@ -11,6 +11,7 @@ from typing import Self
 
 import msgspec
 
+from rl_protocol.errors import ConfigError
 from rl_protocol.support.host_identity import this_host
 from rl_protocol.support.options import require
 from rl_transferqueue.backends import BUILT_IN, check_backend
@@ -20,7 +21,9 @@ from rl_transferqueue.config import TransferQueueConfig
 from rl_transferqueue.journal.disk_journal import check_journal
 from rl_transferqueue.launch.server_children import (
     ServerChild,
+    kill,
     private_dir,
+    release,
     spawn,
     stop,
     unit_address,
@@ -60,6 +63,7 @@ class LocalPlane:
         runtime_dir: Path,
         resources: contextlib.ExitStack,
         recovery: Recovery | None,
+        restartable: tuple[ControllerSpec, Path] | None = None,
     ) -> None:
         self.settings = settings
         self._descriptor = descriptor
@@ -67,6 +71,8 @@ class LocalPlane:
         self._servers = servers
         self._runtime_dir = runtime_dir
         self._resources = resources
+        self._restartable = restartable
+        self._incarnation = descriptor.controller.incarnation
 
     @property
     def descriptor(self) -> PlaneDescriptor:
@@ -90,6 +96,55 @@ class LocalPlane:
         asyncio.run(say())
         self._descriptor = msgspec.structs.replace(self._descriptor, units=(*self._descriptor.units, *units))
         self._descriptor.save(self._runtime_dir / DESCRIPTOR_FILE)
+
+    def restart_controller(self, *, start_timeout_s: float = 30.0) -> Recovery:
+        """Start a successor of the controller, which has ended, or does not answer and is killed.
+
+        Clients on this host continue their sessions with it: calls under way return or raise as if
+        the controller had been slow, a put is made once, and no row is consumed twice. The storage
+        units stay. Rows are read from the journal when they are needed, and views stay valid. Not
+        for several threads at once.
+
+        Args:
+            start_timeout_s: deadline for the successor to be ready, seconds.
+
+        Returns:
+            What it found in the journal.
+
+        Raises:
+            ConfigError: the plane was started without `successor_s`.
+            PlaneLostError: the controller did not end, or its successor was not ready in time. Try
+                again, or close the plane.
+        """
+        if self._restartable is None or isinstance(self._servers, ServerThreads):
+            raise ConfigError(
+                "The controller of this plane can't be restarted: start_local_plane needs successor_s above 0, with "
+                "TransferQueueConfig.durability=commit or every_put."
+            )
+        deadline = deadline_after(start_timeout_s)
+        spec, logs = self._restartable
+        old = self._servers[0]
+        kill(old, start_timeout_s)
+        self._incarnation += 1
+        address = socket_path(self._runtime_dir, f"c{self._incarnation}")
+        spec = msgspec.structs.replace(spec, address=address, incarnation=self._incarnation)
+        self._servers[0] = spawn("controller", spec, self._runtime_dir, logs)
+        release(old)
+        said = wait_ready(self._servers[0], deadline, start_timeout_s)
+        units = tuple(
+            msgspec.structs.replace(unit, arena_fd=fd)
+            for unit, fd in zip(self._descriptor.units, said.arenas, strict=True)
+        )
+        controller = _controller_address(spec, said)
+        self._descriptor = msgspec.structs.replace(self._descriptor, controller=controller, units=units)
+        self._descriptor.save(self._runtime_dir / DESCRIPTOR_FILE)
+        assert said.recovery is not None
+        self.recovery = said.recovery
+        return said.recovery
+
+    def abandon_controller(self) -> None:
+        """No client waits for a successor any more: their calls raise PlaneLostError."""
+        (self._runtime_dir / DESCRIPTOR_FILE).unlink(missing_ok=True)
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -140,6 +195,7 @@ def start_local_plane(
     log_dir: Path | None = None,
     start_timeout_s: float = 30.0,
     hosts: int = 1,
+    successor_s: float = 0.0,
 ) -> LocalPlane:
     """Start a plane and wait until it serves.
 
@@ -151,6 +207,10 @@ def start_local_plane(
             sockets, removed with them.
         start_timeout_s: deadline for all processes to be ready.
         hosts: of the plane at most; the units of the others `join`.
+        successor_s: seconds that clients wait for `LocalPlane.restart_controller` after the
+            controller has ended; 0: they raise PlaneLostError at once. A client that is not back
+            so long after its successor serves has lost the rows on their way to it. Above 0 the
+            plane needs a journal, the backend `simple`, and no `listen`.
 
     Raises:
         ConfigError: `runtime_dir` is missing or its path too long; the address to listen on can't
@@ -165,6 +225,7 @@ def start_local_plane(
         f"a folder with durability={config.durability}",
         config.journal_dir,
     )
+    _check_successor(config, successor_s)
     children: list[ServerChild] = []
     with contextlib.ExitStack() as undo:
         private = undo.enter_context(private_dir(runtime_dir))
@@ -172,30 +233,46 @@ def start_local_plane(
             controller, units = _specs(config, private, hosts)
             threads = ServerThreads(private.name, controller, units)
             undo.callback(threads.close)
-            descriptor = _descriptor(config, controller, units, threads.ready)
+            descriptor = _descriptor(config, controller, units, threads.ready, 0.0)
             return LocalPlane(config, descriptor, threads, private, undo.pop_all(), threads.ready[0].recovery)
         undo.callback(stop, children)
         logs = log_dir or private
         logs.mkdir(parents=True, exist_ok=True)
         controller, units = _specs(config, private, hosts)
+        if successor_s:
+            consumed = str(private / "consumed.sqlite")
+            controller = msgspec.structs.replace(controller, consumed=consumed, successor_s=successor_s)
         deadline = deadline_after(start_timeout_s)
         for name, spec in (("controller", controller), *((f"unit-{unit.index}", unit) for unit in units)):
             children.append(spawn(name, spec, private, logs))
         rest = [wait_ready(child, deadline, start_timeout_s) for child in children[1:]]
         first = wait_ready(children[0], deadline, start_timeout_s)
-        descriptor = _descriptor(config, controller, units, [first, *rest])
+        descriptor = _descriptor(config, controller, units, [first, *rest], successor_s)
         descriptor.save(private / DESCRIPTOR_FILE)  # for `find_plane`
-        return LocalPlane(config, descriptor, children, private, undo.pop_all(), first.recovery)
+        restartable = (controller, logs) if successor_s else None
+        return LocalPlane(config, descriptor, children, private, undo.pop_all(), first.recovery, restartable)
+
+
+def _check_successor(config: TransferQueueConfig, successor_s: float) -> None:
+    require(successor_s >= 0, "start_local_plane(successor_s)", "at least 0", successor_s)
+    if successor_s:
+        why = "where the controller can have a successor (successor_s)"
+        require(config.durability != "off", "TransferQueueConfig.durability", f"commit or every_put {why}", "off")
+        require(config.backend == "simple", "TransferQueueConfig.backend", f"simple {why}", config.backend)
+        require(not config.listen, "TransferQueueConfig.listen", f"empty {why}", config.listen)
 
 
 def _descriptor(
-    config: TransferQueueConfig, controller: ControllerSpec, units: list[UnitSpec], ready: list[Ready]
+    config: TransferQueueConfig,
+    controller: ControllerSpec,
+    units: list[UnitSpec],
+    ready: list[Ready],
+    successor_s: float,
 ) -> PlaneDescriptor:
     first, *rest = ready
+    file = Path(controller.consumed).parent / DESCRIPTOR_FILE if successor_s else ""
     return PlaneDescriptor(
-        ControllerAddress(
-            controller.address, first.process, first.memory_fd, first.memory_bytes, first.control, first.bulk
-        ),
+        _controller_address(controller, first),
         tuple(unit_address(spec, said) for spec, said in zip(units, rest, strict=True)),
         this_host(),
         config.shared_memory,
@@ -204,6 +281,14 @@ def _descriptor(
         config.backend_address,
         config.timeout_s,
         config.read_cache_mb,
+        str(file),
+        successor_s,
+    )
+
+
+def _controller_address(spec: ControllerSpec, said: Ready) -> ControllerAddress:
+    return ControllerAddress(
+        spec.address, said.process, said.memory_fd, said.memory_bytes, said.control, said.bulk, spec.incarnation
     )
 
 
@@ -219,6 +304,7 @@ def _specs(config: TransferQueueConfig, private: Path, hosts: int) -> tuple[Cont
         stored=config.backend not in BUILT_IN,
         journal=config.journal_dir if config.durability != "off" else "",
         every_put=config.durability == "every_put",
+        verify=config.verify,
         listen=host,
         port=port,
     )

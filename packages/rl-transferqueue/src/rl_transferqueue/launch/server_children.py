@@ -127,6 +127,28 @@ def wait_ready(child: ServerChild, deadline: float, timeout_s: float) -> Ready:
     raise PlaneLostError(f"The {child.name} process of the data plane {what}. It wrote:\n{child.tail() or '(nothing)'}")
 
 
+def kill(child: ServerChild, timeout_s: float) -> None:
+    """End a server process at once, also a stopped one; it removes nothing.
+
+    Raises:
+        PlaneLostError: it has not ended within `timeout_s` seconds.
+    """
+    child.process.kill()
+    try:
+        child.process.wait(timeout_s)
+    except subprocess.TimeoutExpired as error:
+        raise PlaneLostError(
+            f"The {child.name} process of the data plane does not end within {timeout_s:g} s."
+        ) from error
+
+
+def release(child: ServerChild) -> None:
+    """Close the pipes of a server process that has ended."""
+    assert child.process.stdin is not None
+    child.process.stdin.close()
+    os.close(child.ready_fd)
+
+
 def stop(children: list[ServerChild]) -> None:
     """End them, within 3 seconds, and empty the list."""
     for child in children:

@@ -92,6 +92,10 @@ def build(spec: UnitSpec | ControllerSpec) -> Role:
         stored=spec.stored,
         journal=Path(spec.journal) if spec.journal else None,
         every_put=spec.every_put,
+        verify=spec.verify,
+        incarnation=spec.incarnation,
+        consumed=Path(spec.consumed) if spec.consumed else None,
+        successor_s=spec.successor_s,
     )
 
 
@@ -109,7 +113,8 @@ def listen(role: Role, host: str, port: int) -> Endpoints:
 
 def ready(role: Role, endpoints: Endpoints) -> Ready:
     """What clients need to know of it."""
-    return Ready(this_process(), *role.shared_memory, *endpoints, _recovery(role))
+    arenas = role.arenas if isinstance(role, Controller) else ()
+    return Ready(this_process(), *role.shared_memory, *endpoints, _recovery(role), arenas)
 
 
 def _recovery(role: Role) -> Recovery | None:

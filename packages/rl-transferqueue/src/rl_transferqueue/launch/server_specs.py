@@ -47,6 +47,14 @@ class ControllerSpec(msgspec.Struct, frozen=True, tag=True):
     """Folder of the journal; empty: none."""
     every_put: bool = False
     """Whether the journal commits every put by itself."""
+    verify: bool = False
+    """Whether rows are compared with the digests of their puts."""
+    incarnation: int = 1
+    """Counts the controllers of the plane."""
+    consumed: str = ""
+    """File of the consumed rows, for a successor; empty: there will be none."""
+    successor_s: float = 0.0
+    """Seconds that clients have to come back to a successor."""
 
 
 class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -86,6 +94,8 @@ class Ready(msgspec.Struct, frozen=True):
     bulk: str = ""
     recovery: Recovery | None = None
     """None: the server has no journal."""
+    arenas: tuple[int, ...] = ()
+    """Of a controller with a journal: file descriptor of the arena of each unit, in the unit."""
 
 
 def heartbeat_file(runtime_dir: str | Path, pid: int) -> Path:

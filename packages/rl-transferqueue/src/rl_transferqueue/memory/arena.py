@@ -33,6 +33,16 @@ class Arena:
         os.ftruncate(self.fd, nbytes)
         self.memory = mmap.mmap(self.fd, nbytes)
 
+    def replaced(self) -> Arena:
+        """A new, empty arena. Processes that have mapped this one may use their mappings on; the
+        memory is free once none is left. Its number is not used again, so that no process maps
+        another arena by it."""
+        new = Arena(len(self.memory))
+        nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        os.dup2(nothing, self.fd, inheritable=False)
+        os.close(nothing)
+        return new
+
     def populate(self, start: int, nbytes: int) -> bool:
         """Touch pages ahead of need; False: the kernel can't do that, pages are touched on first
         write."""

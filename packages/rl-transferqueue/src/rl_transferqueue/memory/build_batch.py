@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -34,6 +34,8 @@ class Piece(NamedTuple):
     """The position of each row in the batch."""
 
 
+Groups: TypeAlias = Sequence[Sequence[Piece]]
+"""For each set of columns with the same places, one piece per block."""
 Source = Callable[[Piece], "tuple[BatchData, range | Ints]"]
 """A batch with the columns of a piece, and which of its rows are meant."""
 
@@ -47,7 +49,7 @@ def pieces_of(located: Located, fields: Sequence[str]) -> list[list[Piece]]:
 
 
 def assemble(
-    groups: Sequence[Sequence[Piece]], fields: Sequence[str], source: Source, buffers: ReceivePool
+    groups: Groups, fields: Sequence[str], source: Source, buffers: ReceivePool
 ) -> tuple[BatchData, Callable[[], None], int]:
     """Returns the columns, a function that fills those that are not views, and the bytes it
     copies."""

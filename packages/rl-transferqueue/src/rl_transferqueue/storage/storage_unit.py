@@ -113,8 +113,11 @@ class StorageUnit:
         _check_controller(caller)
         self._wanted = max(self._wanted, min(message.stop, len(self.arena.memory)))
 
-    def _describe(self, caller: Caller, _: DescribeMemory) -> ArenaMemory:
+    def _describe(self, caller: Caller, message: DescribeMemory) -> ArenaMemory:
         _check_controller(caller)
+        if message.renew:
+            self.arena = self.arena.replaced()
+            self._populated, self._wanted = 0, self._segment
         return ArenaMemory(this_process(), *self.shared_memory)
 
     def _measure(self, caller: Caller, message: Measure) -> Measured:

@@ -134,7 +134,7 @@ def dial(
     try:
         peer = socket.create_connection(split_endpoint(server.bulk), timeout=max(timeout_s, 0.001))
     except TimeoutError:
-        raise PlaneTimeout(f"{where} did not answer within {timeout_s:g} s.") from None
+        raise PlaneTimeout(f"{where} did not answer within {round(timeout_s, 3):g} s.") from None
     except OSError as error:
         raise PlaneLostError(f"{where} can't be reached, or does not run any more: {error}.") from error
     prepare(peer)

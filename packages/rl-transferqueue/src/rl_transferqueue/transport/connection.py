@@ -89,7 +89,7 @@ class Connection:
             self._closed()
             return
         self._handle()
-        if self._open:
+        if self._open and (self._stall is not None or self._link.unfinished):
             self._look(moved=True)
 
     def _handle(self) -> None:

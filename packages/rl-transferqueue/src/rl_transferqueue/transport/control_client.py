@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection
 from itertools import count
 from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from rl_protocol.errors import UNREADABLE, PlaneLostError, PlaneTimeout, WireError
+from rl_protocol.errors import UNREADABLE, BatchError, PlaneLostError, PlaneTimeout, RLError, WireError
 from rl_transferqueue.transport.unix_link import LOOK_S, Link, LinkClosed
 from rl_transferqueue.wire.messages import (
     NOTICE,
@@ -31,6 +32,8 @@ from rl_transferqueue.wire.messages import (
 A = TypeVar("A", bound=msgspec.Struct)
 _decoder = msgspec.msgpack.Decoder(Reply)
 _LINGER_S = 0.5
+_UNANSWERED = 1024
+"""Requests without answers that a successor hears of."""
 _TURN_S = 1e-3
 """How long answers that come at once may keep the loop from others."""
 CLOSED = "This client is closed; connect again."
@@ -42,6 +45,7 @@ class Call(NamedTuple):
     id: int
     answer: asyncio.Future[Answer | None]
     """The answer; None: the deadline has passed."""
+    body: AnyRequest
 
 
 def _expire(answer: asyncio.Future[Answer | None]) -> None:
@@ -62,15 +66,25 @@ class ControlClient:
         link: Link,
         name: str,
         on_notice: Callable[[Answer], None] | None = None,
+        on_closed: Callable[[], bool] = lambda: False,
     ) -> None:
+        """`on_closed` is called when the server has closed the connection; if it returns False, the
+        client is lost.
+        """
         self.name = name
+        self.era = 0
+        """Grows when the server ends: memory that it gave before is not to be used any more."""
+        self._on_closed = on_closed
+        self._suspended = False
+        self._unanswered: deque[int] = deque(maxlen=_UNANSWERED)
+        """Requests that were left without their answers."""
         self._on_notice = on_notice
         self.bytes_sent = 0
         self.bytes_received = 0
         self._loop = loop
         self._listening = True
         self._ids = count(1)
-        self._pending: dict[int, asyncio.Future[Answer | None]] = {}
+        self._pending: dict[int, Call] = {}
         self._received: list[int] = []
         """Calls that took something and have returned, which the server does not know yet."""
         self._ending = False
@@ -80,6 +94,9 @@ class ControlClient:
         self._moved: LinkBytes | None = None
         self._link = link
         self._fd = link.fileno()
+        self._connected = True
+        """Whether the loop reads from the link."""
+        self._resuming: Call | None = None
         loop.add_reader(self._fd, self._read)
 
     def start(self, body: AnyRequest) -> Call:
@@ -90,8 +107,8 @@ class ControlClient:
             PlaneLostError: the plane is gone, or the client is closed.
         """
         self.check()
-        call = Call(self.tell(body), self._loop.create_future())
-        self._pending[call.id] = call.answer
+        call = Call(self.tell(body), asyncio.Future(loop=self._loop), body)
+        self._pending[call.id] = call
         return call
 
     async def finish(self, call: Call, expect: type[A], timeout_s: float, *, takes: bool = False) -> A:
@@ -125,7 +142,7 @@ class ControlClient:
                 self._turned = time.monotonic()
         if answer is None:
             self._leave(call)
-            raise PlaneTimeout(f"The {self.name} of the data plane did not answer within {timeout_s:g} s.")
+            raise PlaneTimeout(f"The {self.name} of the data plane did not answer within {round(timeout_s, 3):g} s.")
         if isinstance(answer, Failure):
             raise error_of(answer)
         if not isinstance(answer, expect):
@@ -147,14 +164,19 @@ class ControlClient:
         if self._lost is not None:
             raise PlaneLostError(self._lost)
         request = next(self._ids)
+        if not self._suspended:
+            self._send(request, body)
+        return request
+
+    def _send(self, request: int, body: AnyRequest) -> None:
         frame = pack(Request(request, body, tuple(self._received), self._moved))
         self._received.clear()
         self._moved = None
         self.bytes_sent += len(frame)
-        if not self._link.send(frame) and self._listening:
+        if not self._link.send(frame) and self._connected:
             self._loop.add_writer(self._fd, self._flush)
-        self._read_soon()
-        return request
+        if self._connected and self._link.pending():
+            self._loop.call_soon(self._read)
 
     def moved(self, nbytes: LinkBytes) -> None:
         """The client has moved so much: the next request says so, for the totals of all clients."""
@@ -176,9 +198,9 @@ class ControlClient:
     def end_calls(self) -> None:
         """Close the client: current and later calls raise PlaneLostError."""
         self._ending = True
-        for request, answer in self._pending.items():
-            if not answer.done():
-                answer.set_exception(PlaneLostError(CLOSED))
+        for request, call in self._pending.items():
+            if not call.answer.done():
+                call.answer.set_exception(PlaneLostError(CLOSED))
                 with contextlib.suppress(PlaneLostError):
                     self.tell(Cancel(request))
 
@@ -188,9 +210,9 @@ class ControlClient:
         Raises:
             PlaneTimeout, PlaneLostError: see `finish`.
         """
-        call = Call(self.tell(body), self._loop.create_future())
-        if timeout_s > 0:
-            self._pending[call.id] = call.answer
+        call = Call(self.tell(body), self._loop.create_future(), body)
+        if timeout_s > 0 and not self._suspended:
+            self._pending[call.id] = call
             await self.finish(call, Done, timeout_s)
 
     def mute(self) -> None:
@@ -198,9 +220,9 @@ class ControlClient:
         read."""
         if self._listening:
             self._listening = False
-            self._loop.remove_reader(self._fd)
-            self._loop.remove_writer(self._fd)
-            self._link.detach(_LINGER_S)
+            self._disconnect()
+            if not self._suspended:
+                self._link.detach(_LINGER_S)
             self._fail(CLOSED)
 
     def close(self) -> None:
@@ -209,12 +231,93 @@ class ControlClient:
         self.lose(CLOSED)
         self._link.close()
 
+    # -- a server with a successor
+    def suspend(self, end: Callable[[Call], RLError | None]) -> None:
+        """The server has ended and may have a successor: calls, also new ones, wait for it. Other
+        messages are dropped.
+
+        Args:
+            end: the error for calls that can't wait, or None.
+        """
+        self._suspended = True
+        self.era += 1
+        self._disconnect()
+        self._link.close()
+        self._received.clear()
+        self._unanswered.extend(call.id for call in self._pending.values() if not call.answer.done())
+        self._end_some(self._pending.values(), end)
+
+    async def resume(
+        self, link: Link, request: Callable[[tuple[int, ...]], AnyRequest], expect: type[A], timeout_s: float
+    ) -> A:
+        """Connect to the successor; `continue_calls` must follow without a pause.
+
+        Args:
+            link: the connection.
+            request: makes the first message to it, from the requests without answers.
+            expect: type of its answer.
+            timeout_s: deadline.
+
+        Raises:
+            PlaneTimeout, PlaneLostError, and whatever the server answers.
+        """
+        self._link, self._fd, self._connected = link, link.fileno(), True
+        self._loop.add_reader(self._fd, self._read)
+        body = request(tuple(self._unanswered))
+        call = Call(next(self._ids), self._loop.create_future(), body)
+        self._resuming = self._pending[call.id] = call
+        try:
+            self._send(call.id, body)
+            return await self.finish(call, expect, timeout_s)
+        except BaseException:
+            self._disconnect()
+            link.close()
+            raise
+        finally:
+            self._resuming = None
+
+    def continue_calls(self, answered: Callable[[Call], Answer | RLError | None]) -> None:
+        """The successor serves: calls that wait are answered, fail, or are sent again (None)."""
+        self._suspended = False
+        self._unanswered.clear()
+        for call in list(self._pending.values()):
+            found = None if call.answer.done() else answered(call)
+            if isinstance(found, RLError):
+                call.answer.set_exception(found)
+            elif found is not None:
+                call.answer.set_result(found)
+            elif not call.answer.done():
+                try:
+                    self._send(call.id, call.body)
+                except BatchError as error:  # its caller called while there was no server
+                    call.answer.set_exception(error)
+
+    def _end_some(self, calls: Collection[Call], end: Callable[[Call], RLError | None]) -> None:
+        for call in calls:
+            error = None if call.answer.done() else end(call)
+            if error is not None:
+                call.answer.set_exception(error)
+
+    def _disconnect(self) -> None:
+        if self._connected:
+            self._connected = False
+            self._loop.remove_reader(self._fd)
+            self._loop.remove_writer(self._fd)
+
+    def _end_connection(self, why: str) -> None:
+        resuming = self._resuming
+        if resuming is not None:
+            if not resuming.answer.done():
+                resuming.answer.set_exception(PlaneLostError(why))
+        elif not self._on_closed():
+            self._disconnect()
+            self.lose(why)
+
     def _fail(self, message: str) -> None:
-        for answer in self._pending.values():
-            if not answer.done():
-                answer.set_exception(PlaneLostError(message))
+        self._end_some(self._pending.values(), lambda _: PlaneLostError(message))
 
     def _leave(self, call: Call) -> None:
+        self._unanswered.append(call.id)
         if self._lost is None and self._listening:
             self.tell(Cancel(call.id))
 
@@ -231,30 +334,26 @@ class ControlClient:
         if self._link.flush():
             self._loop.remove_writer(self._fd)
 
-    def _read_soon(self) -> None:
-        if self._listening and self._link.pending():
-            self._loop.call_soon(self._read)
-
     def _read(self) -> None:
-        if not self._listening:
+        if not self._connected:
             return
         try:
             for frame in self._link.receive():
                 self.bytes_received += len(frame)
                 self._take(_decoder.decode(frame))
-                if not self._listening:
+                if not self._connected:
                     return
-            self._read_soon()
+            if self._link.pending():
+                self._loop.call_soon(self._read)
         except LinkClosed as closed:
-            self._loop.remove_reader(self._fd)
-            self.lose(f"The connection to the {self.name} of the data plane has ended: {closed}.")
+            self._end_connection(f"The connection to the {self.name} of the data plane has ended: {closed}.")
         except UNREADABLE as error:
-            self._loop.remove_reader(self._fd)
+            self._disconnect()
             self.lose(f"The {self.name} of the data plane speaks another protocol: {error}.")
 
     def _take(self, reply: Reply) -> None:
-        answer = self._pending.get(reply.id)
-        if answer is not None and not answer.done():
-            answer.set_result(reply.body)
+        call = self._pending.get(reply.id)
+        if call is not None and not call.answer.done():
+            call.answer.set_result(reply.body)
         elif reply.id == NOTICE and self._on_notice is not None:
             self._on_notice(reply.body)

@@ -98,9 +98,7 @@ class Reactor:
     def run(self) -> None:
         busy = self._idle is not None
         while self._running:
-            waiting = [
-                number for number, socket in self._zmq.items() if int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN
-            ]
+            waiting = self._waiting() if self._zmq else []
             ready = self._ready_now() if busy or waiting else self._ready()
             for number, callback in [(n, self._callbacks[n]) for n in dict.fromkeys((*waiting, *ready))]:
                 if (
@@ -112,6 +110,10 @@ class Reactor:
             self._fire()
             if self._idle is not None and (busy or ready):
                 busy = self._idle() if not ready else True
+
+    def _waiting(self) -> list[int]:
+        """ZeroMQ sockets that have messages."""
+        return [number for number, socket in self._zmq.items() if int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN]
 
     def _ready_now(self) -> list[int]:
         return [number for number, _ in self._poll.poll(0)]

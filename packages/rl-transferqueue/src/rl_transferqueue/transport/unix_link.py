@@ -100,6 +100,8 @@ class Frames:
         Raises:
             LinkClosed: a frame longer than MAX_FRAME is announced.
         """
+        if not self._rest and len(data) == _PREFIX + int.from_bytes(data[:_PREFIX], "little") <= MAX_FRAME:
+            return [data[_PREFIX:]]  # one whole frame, as most reads bring
         if self._rest:
             self._rest += data
             left = len(self._rest) - self._wanted(self._rest, 0)
@@ -175,6 +177,11 @@ class UnixLink:
 
     def pending(self) -> bool:
         return False
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a part of a frame waits to be sent, or to come."""
+        return bool(self._unsent) or len(self._frames) > 0
 
     @property
     def unsent(self) -> int:

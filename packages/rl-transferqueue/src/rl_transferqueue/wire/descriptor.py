@@ -30,6 +30,8 @@ class ControllerAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     """ZeroMQ endpoint for clients of other hosts; empty: there is none."""
     bulk: str = ""
     """host:port of its bulk connections; empty: there are none."""
+    incarnation: int = 1
+    """Counts the controllers of the plane; only the one with the largest number is served."""
 
 
 class UnitAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -69,6 +71,10 @@ class PlaneDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Default deadline of a call in seconds (`TransferQueueConfig.timeout_s`)."""
     read_cache_mb: int
     """`TransferQueueConfig.read_cache_mb`."""
+    file: str = ""
+    """Where the descriptor with the successor of the controller will be; empty: there is none."""
+    successor_s: float = 0.0
+    """Seconds that clients wait for it after the controller has ended."""
 
     def shares_memory(self, host: str) -> bool:
         """Whether this process shares the memory of the plane's processes on that host."""
@@ -91,6 +97,19 @@ class PlaneDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             draft.replace(path)
         except OSError as error:
             raise OutputError(f"The plane's descriptor can't be written to {path}: {error.strerror}.") from error
+
+    @classmethod
+    def load(cls, path: Path) -> PlaneDescriptor:
+        """The inverse of `save`.
+
+        Raises:
+            OutputError: the file can't be read.
+            WireError: it is not a descriptor.
+        """
+        try:
+            return cls.from_json(path.read_bytes())
+        except OSError as error:
+            raise OutputError(f"The descriptor {path} can't be read: {error.strerror}.") from error
 
     @classmethod
     def from_json(cls, text: str | bytes) -> PlaneDescriptor:

@@ -58,6 +58,18 @@ class Hello(_Message, frozen=True):
     to the controller."""
 
 
+class Resume(_Message, frozen=True):
+    """First message to the successor of a controller that has ended; the session continues."""
+
+    incarnation: Count
+    """That of the successor. A controller with another one refuses."""
+    process: ProcessId
+    host: str
+    unanswered: tuple[Count, ...]
+    """Requests whose answers did not come or were not waited for: rows that they took are given
+    back."""
+
+
 class Bye(_Message, frozen=True):
     """Ends the session. Its leases stay until they are released or the process ends."""
 
@@ -102,6 +114,12 @@ class Commit(_Message, frozen=True):
     """Bytes to reserve for the session's next puts, if memory is plentiful."""
 
 
+class Recall(_Message, frozen=True):
+    """Ask whether an earlier `Commit` of this session was made; answered once that is certain."""
+
+    request: Count
+
+
 class Locate(_Message, frozen=True):
     """Find the columns of rows; their blocks do not change until `lease` is released."""
 
@@ -109,6 +127,8 @@ class Locate(_Message, frozen=True):
     partition: str
     keys: tuple[str, ...]
     fields: tuple[str, ...]
+    timeout_s: Seconds
+    """For rows that the journal alone has: how long they may wait for memory."""
     generations: bytes = b""
     """int64 [N] generations the rows must have, 0: any; empty: any for all rows."""
 
@@ -235,6 +255,9 @@ class Free(_Message, frozen=True):
 class DescribeMemory(_Message, frozen=True):
     """Ask where the unit's arena is."""
 
+    renew: bool = False
+    """Replace it before by a new one, since processes may still use the old one."""
+
 
 class Populate(_Message, frozen=True):
     """Touch the memory up to this offset. Sent without waiting for the answer."""
@@ -276,6 +299,14 @@ class Failure(_Message, frozen=True):
     message: str
 
 
+class Resumed(_Message, frozen=True):
+    """Answer to `Resume`."""
+
+    made: tuple[tuple[Count, bytes], ...]
+    """Those of the unanswered requests that are puts and were made, with generations as in
+    `Committed`."""
+
+
 class Reserved(_Message, frozen=True):
     span: Span
 
@@ -284,6 +315,13 @@ class Committed(_Message, frozen=True):
     generations: bytes
     """Generation numbers of the rows, as `arrays.pack_ints` packs them."""
     spare: Span | None = None
+
+
+class Recalled(_Message, frozen=True):
+    made: bool
+    """False: it was not, and will not be."""
+    generations: bytes = b""
+    """As those of `Committed`."""
 
 
 class Located(_Message, frozen=True):
@@ -362,6 +400,8 @@ class Stats(_Message, frozen=True):
     tasks: dict[str, tuple[str, ...]]
     links: LinkBytes
     """Bytes that all clients have moved, as they have said with their requests."""
+    damaged: Count
+    """Blocks that were damaged in memory; their rows were read again from the journal."""
 
 
 class OperationCount(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -424,11 +464,13 @@ class Reclaim(_Message, frozen=True):
 
 ControllerRequest: TypeAlias = (
     Hello
+    | Resume
     | Bye
     | JoinUnits
     | Reserve
     | Abandon
     | Commit
+    | Recall
     | Locate
     | FindHosts
     | ReleaseLeases
@@ -451,8 +493,10 @@ Notice: TypeAlias = Revoked | Reclaim
 Answer: TypeAlias = (
     Done
     | Failure
+    | Resumed
     | Reserved
     | Committed
+    | Recalled
     | Located
     | Rows
     | Changes

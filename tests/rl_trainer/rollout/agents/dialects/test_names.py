@@ -324,7 +324,6 @@ def test_the_chat_template_tells_the_dialect():
 @pytest.mark.parametrize(
     ("template", "why"),
     [
-        ("", "is missing"),
         ("{{ messages }}", "tells none"),
         (QWEN + TOLD["mistral"], "fits hermes and mistral"),
     ],
@@ -332,6 +331,11 @@ def test_the_chat_template_tells_the_dialect():
 def test_a_template_that_tells_no_dialect_or_several_is_refused(template, why):
     with pytest.raises(ConfigError, match=rf"AgentConfig\.dialect must be .* got auto, .* template {why}"):
         dialect_of_template(template)
+
+
+def test_a_model_without_a_chat_template_is_refused():
+    with pytest.raises(ConfigError, match=r"RolloutConfig\.session=tool_agent needs .* has no chat template"):
+        dialect_of_template("")
 
 
 def test_an_agent_needs_known_tools():

@@ -29,7 +29,7 @@ class Kind:
     object: str
     """Name of the entry point's object in the package."""
     use: str
-    """Settings of a run that uses it."""
+    """Settings of a run of a demo that uses it."""
     dependencies: tuple[str, ...] = ("rl-trainer>=0.1,<0.2",)
     alone: bool = True
     """Whether its first module needs no other one of the package."""
@@ -46,7 +46,7 @@ KINDS: Mapping[str, Kind] = {
         description="A tool that the policy may call.",
         group="rl_trainer.tools",
         object="TOOL",
-        use="rollout.session=tool_agent rollout.agent.tools=[my_plugin]",
+        use="preset=demo-calculator rollout.agent.tools=calculator,my_plugin",
     ),
     "estimator": Kind(
         description="An advantage estimator.",
@@ -66,7 +66,7 @@ KINDS: Mapping[str, Kind] = {
         description="A hook, which is notified of the events of a run.",
         group="rl_trainer.hooks",
         object="HOOK",
-        use="trainer.hooks=[my_plugin]",
+        use="trainer.hooks=my_plugin",
     ),
     "engine": Kind(
         description="A rollout engine.",

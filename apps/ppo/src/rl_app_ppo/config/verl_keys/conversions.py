@@ -455,7 +455,10 @@ def resume(value: Value, _: Verl) -> Answer:
 def gpus(value: Value, verl: Verl) -> Answer:
     """Hosts and devices are those of this run, not those of verl's."""
     group, count = ("megatron" if verl.megatron else "fsdp"), int(value) * int(verl.get("trainer.nnodes", 1))
-    why = f"{group}.world_size is the number of processes that share each model; set it to {count} for as many devices"
+    why = (
+        f"{group}.world_size is the number of processes that share each model; set it to {count} for as many devices. rollout.share_gpus=true "
+        "lets vLLM generate on the same ones, as verl does by default"
+    )
     return Note(why, always="trainer.n_gpus_per_node" in verl.given)
 
 

@@ -2,7 +2,8 @@
 
     stage-<p>-shard-<t>.safetensors  trained tensors and AdamW moments of one rank, with names such
                                      as `<module>.lora_A` and `<module>.lora_A.exp_avg`
-    ...-replica-<d>.safetensors      the same per replica, if replicas share the optimizer state
+    ...-replica-<d>.safetensors      the same per replica, if replicas share the optimizer state or
+                                     hold different experts
     adapter_state.json               steps, updates, what is trained, fingerprint of the base model
 
 The state is copied at once and can be written from a thread. Each tensor is written once, by the
@@ -60,7 +61,7 @@ def take_snapshot(
     def write(folder: Path) -> Sequence[Path]:
         files: list[Path] = []
         if tensors:
-            replica = f"-replica-{ranks.data:05d}" if optimizer.distributed else ""
+            replica = f"-replica-{ranks.data:05d}" if optimizer.distributed or ranks.layout.expert > 1 else ""
             files.append(folder / f"stage-{ranks.pipeline:05d}-shard-{ranks.tensor:05d}{replica}.safetensors")
             try:
                 save_file(tensors, files[-1])
@@ -79,8 +80,8 @@ def take_snapshot(
 def own_tensors(optimizer: Optimizer, ranks: Ranks) -> dict[str, torch.Tensor]:
     """The trained tensors and moments that this rank writes."""
     tensors: dict[str, torch.Tensor] = {}
-    for one, parts in optimizer.state() if optimizer.replica_id == 0 else ():
-        if one.split is not None or not ranks.tensor:
+    for one, parts in optimizer.state():
+        if optimizer.replica_id(one) == 0 and (one.split is not None or not ranks.tensor):
             tensors |= {name: tensor.detach() for name, tensor in parts.items()}
     return tensors
 

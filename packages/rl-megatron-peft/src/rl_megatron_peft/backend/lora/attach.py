@@ -16,7 +16,7 @@ from rl_megatron_peft.backend.lora.dropout import DropoutContext, InputDropout
 from rl_megatron_peft.backend.model.gpt import ADAPTER
 from rl_megatron_peft.backend.parallel import Ranks
 from rl_megatron_peft.base_model.model_shape import ModelShape
-from rl_megatron_peft.base_model.naming import FUSED, MegatronModule
+from rl_megatron_peft.base_model.naming import FUSED, HFModule, MegatronModule
 from rl_megatron_peft.peft.lora_config import LoraConfig
 from rl_protocol.errors import ConfigError
 
@@ -49,7 +49,8 @@ def attach(
         This stage's adapters, by layer.
 
     Raises:
-        ConfigError: no module is a target, or fused adapters would cover part of a fused module.
+        ConfigError: no module is a target, one of an expert is, or fused adapters would cover part
+            of a fused module.
     """
     check_targets(config, shape, fused=fused)
     context = DropoutContext() if dropout_context is None else dropout_context
@@ -59,9 +60,9 @@ def attach(
         linears = {
             "linear_qkv": layer.self_attention.linear_qkv,
             "linear_proj": layer.self_attention.linear_proj,
-            "linear_fc1": layer.mlp.linear_fc1,
-            "linear_fc2": layer.mlp.linear_fc2,
         }
+        if not shape.experts:
+            linears |= {"linear_fc1": layer.mlp.linear_fc1, "linear_fc2": layer.mlp.linear_fc2}
         for name, linear in linears.items():
             module = MegatronModule(layer.layer_number - 1, name)
             if any(config.covers(part.name) for part in module.parts):
@@ -97,6 +98,8 @@ def check_targets(config: LoraConfig, shape: ModelShape, *, fused: bool) -> None
             f"target_modules is {config.target_modules!r}, which is no module of this model of {shape.layers} layers.",
             field="target_modules",
         )
+    if shape.experts:
+        _check_no_experts(config)
     for name in FUSED if fused else ():
         for layer in range(shape.layers):
             parts = MegatronModule(layer, name).parts
@@ -114,6 +117,16 @@ def check_targets(config: LoraConfig, shape: ModelShape, *, fused: bool) -> None
                     "Make it one, or set fused=False.",
                     field="target_modules",
                 )
+
+
+def _check_no_experts(config: LoraConfig) -> None:
+    covered = [name for name in ("gate_proj", "up_proj", "down_proj") if config.covers(HFModule(0, name).name)]
+    if covered:
+        raise ConfigError(
+            f"target_modules names {', '.join(covered)}, of experts, which get no adapters on Megatron-Core; got "
+            f"{config.target_modules!r}. Leave them out.",
+            field="target_modules",
+        )
 
 
 @contextmanager

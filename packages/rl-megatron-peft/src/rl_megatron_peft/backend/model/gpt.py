@@ -12,6 +12,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from rl_megatron_peft.backend.cpu_shims import runnable
+from rl_megatron_peft.backend.model.expert_layer import LinearRouter, replace_dispatchers
 from rl_megatron_peft.backend.parallel import Ranks
 from rl_megatron_peft.base_model.layout import global_name
 from rl_megatron_peft.base_model.model_shape import ModelShape
@@ -37,12 +38,16 @@ class RankNorm(torch.nn.RMSNorm):
 
 def _layers(shape: ModelShape, ranks: Ranks) -> TransformerBlockSubmodules:
     """Return this stage's layers: those of the local spec with RankNorm."""
-    spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+    spec = get_gpt_layer_local_spec(
+        qk_layernorm=shape.qk_norm, normalization="RMSNorm", num_experts=shape.experts or None
+    )
     layer: Any = spec.submodules
     norm: Any = RankNorm  # declared ModuleSpec, documented as a class as well
     layer.input_layernorm = layer.pre_mlp_layernorm = RankNorm
     if shape.qk_norm:
         layer.self_attention.submodules.q_layernorm = layer.self_attention.submodules.k_layernorm = RankNorm
+    if shape.experts:
+        layer.mlp.submodules.router = LinearRouter
     return TransformerBlockSubmodules([spec] * (shape.layers // ranks.layout.pipeline), layer_norm=norm)
 
 
@@ -80,7 +85,13 @@ def build_model(shape: ModelShape, ranks: Ranks, dtype: torch.dtype = torch.floa
         params_dtype=dtype,
         pipeline_dtype=dtype,
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # noqa: S106 - unused: no experts; with the default Megatron refuses variable lengths
+        moe_token_dispatcher_type="alltoall",  # noqa: S106 - no password; the default refuses variable lengths
+        num_moe_experts=shape.experts or None,
+        moe_ffn_hidden_size=shape.ffn if shape.experts else None,
+        moe_router_topk=shape.experts_per_token or 2,
+        moe_router_pre_softmax=not shape.top_k_normalized,
+        moe_router_load_balancing_type="none",
+        expert_model_parallel_size=layout.expert,
         use_cpu_initialization=True,
         perform_initialization=False,
         persist_layer_norm=False,
@@ -103,6 +114,8 @@ def build_model(shape: ModelShape, ranks: Ranks, dtype: torch.dtype = torch.floa
             position_embedding_type="rope",
             rotary_base=shape.rope_base,  # pyright: ignore[reportArgumentType]: declared int, raised to powers
         )
+        if shape.experts:
+            replace_dispatchers(model)
     return model.requires_grad_(False).to(ranks.device, dtype).eval()
 
 
@@ -111,11 +124,16 @@ def first_layer(shape: ModelShape, ranks: Ranks) -> int:
     return ranks.pipeline * (shape.layers // ranks.layout.pipeline)
 
 
+def first_expert(shape: ModelShape, ranks: Ranks) -> int:
+    """Return the number of this rank's first expert in the whole model."""
+    return ranks.expert * (shape.experts // ranks.layout.expert)
+
+
 def base_parameters(model: GPTModel, shape: ModelShape, ranks: Ranks) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Yield this rank's base parameters, without adapters and value head, by their global names."""
     for name, parameter in model.named_parameters():
         if f".{ADAPTER}." not in name and f".{VALUE}." not in name:
-            yield global_name(name, first_layer(shape, ranks)), parameter
+            yield global_name(name, first_layer(shape, ranks), first_expert(shape, ranks)), parameter
 
 
 def fuse(parts: list[torch.Tensor], fused: str, shape: ModelShape, tensor: int) -> torch.Tensor:

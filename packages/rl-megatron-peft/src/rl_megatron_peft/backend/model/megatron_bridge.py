@@ -54,6 +54,8 @@ def bridge_problem(shape: ModelShape, layout: Layout) -> str:
 
     If Megatron-Bridge is installed, this imports it, which takes seconds.
     """
+    if shape.experts:
+        return "this package maps experts by itself"
     if find_spec("megatron.bridge") is None:
         return "Megatron-Bridge is not installed; install 'rl-megatron-peft[bridge]'"
     version = metadata.version("megatron-bridge")

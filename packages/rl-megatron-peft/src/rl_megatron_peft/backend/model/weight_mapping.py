@@ -15,7 +15,13 @@ from megatron.core.models.gpt import GPTModel
 
 from rl_megatron_peft.backend.model.gpt import base_parameters, fuse, unfuse
 from rl_megatron_peft.backend.model.megatron_bridge import BridgeMapping, bridge_problem
-from rl_megatron_peft.backend.parallel import Ranks, all_gather_tensor_parallel, broadcast_from_stage
+from rl_megatron_peft.backend.parallel import (
+    Ranks,
+    all_gather_tensor_parallel,
+    broadcast_from_expert_rank,
+    broadcast_from_stage,
+)
+from rl_megatron_peft.base_model.experts import expert_of
 from rl_megatron_peft.base_model.layout import hf_tensors
 from rl_megatron_peft.base_model.model_shape import ModelShape
 from rl_protocol.errors import ConfigError
@@ -28,7 +34,8 @@ ExportedValue = Callable[[str, torch.nn.Parameter], torch.Tensor]
 
 
 class WeightMapping(Protocol):
-    """Both methods are collectives over the ranks that share a replica of the model."""
+    """Both methods are collectives over the ranks that share a replica of the model, experts
+    included."""
 
     def load(self, model: GPTModel) -> None:
         """Fill this rank's parameters from the checkpoint, except those of adapters."""
@@ -126,14 +133,17 @@ class OwnMapping:
         }
         dtype = next(iter(parameters.values())).dtype
         for hf_name, size in shape.tensors().items():
-            stage = ranks.layout.stage(hf_name, shape)
-            if stage == ranks.pipeline:
+            stage, expert = ranks.layout.stage(hf_name, shape), expert_of(hf_name)
+            expert_rank = None if expert is None else ranks.layout.expert_rank(expert, shape)
+            if stage == ranks.pipeline and expert_rank in (None, ranks.expert):
                 name, part, split = holder[hf_name]
                 value = exported_value(name, parameters[name])
                 shard = unfuse(value, _fused_name(name), shape, ranks.layout.tensor)[part]
                 whole = all_gather_tensor_parallel(shard, split)[: size[0]].contiguous()
             else:
                 whole = torch.empty(size, dtype=dtype, device=ranks.device)
+            if expert_rank is not None and stage == ranks.pipeline:
+                broadcast_from_expert_rank(whole, expert_rank)
             yield hf_name, broadcast_from_stage(whole, stage)
 
 

@@ -21,6 +21,10 @@ OnOutput = Callable[[int, torch.Tensor], T]
 """(micro-batch number, output of the model [T, ...]) -> in training its share of the loss."""
 
 
+_NOTHING: Any = object()
+"""Result of a pass over padding."""
+
+
 def _padded(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
 
@@ -47,6 +51,9 @@ def run_passes(
     device: torch.device,
     train: bool,
     before_pass: Callable[[int], None] | None = None,
+    set_experts: Callable[[BatchData | None, int], None] | None = None,
+    after_pass: Callable[[], None] | None = None,
+    passes: int = 0,
 ) -> list[T]:
     """Send micro-batches through the pipeline; a collective over the ranks that share a replica.
 
@@ -59,12 +66,18 @@ def run_passes(
             values, which are the same on all tensor-parallel ranks.
         device: device of the model.
         train: accumulate the gradients of the sum of the loss shares.
-        before_pass: called with the number of each micro-batch before this stage computes it.
+        before_pass: called with the number of each pass before this stage computes it.
+        set_experts: called with each micro-batch, or None for padding, and the places of its rows
+            before this stage computes it.
+        after_pass: called after this stage has computed a micro-batch.
+        passes: number of passes if above that of micro-batches. The others compute one token of
+            padding: ranks that hold each other's experts need equally many.
 
     Returns:
         The results of `on_output` on the last stage, an empty list on the others.
     """
-    if not micro_batches:
+    passes = max(passes, len(micro_batches))
+    if not passes:
         return []
 
     config = model.config
@@ -74,11 +87,21 @@ def run_passes(
         number = next(numbers)
         if before_pass is not None:
             before_pass(number)
+        if number >= len(micro_batches):
+            ids = torch.zeros((1, multiple), dtype=torch.int64, device=device)
+            if set_experts is not None:
+                set_experts(None, multiple)
+            return stage(ids, torch.arange(multiple, device=device)[None], None), nothing
         micro = micro_batches[number]
         joined = pad_sequences(micro.ragged("prompts"), micro.ragged("responses"), multiple=multiple)
         ids = joined.ids.to(device)  # padded on the right, where causal attention does not look
+        if set_experts is not None:
+            set_experts(micro, ids.shape[1])
         positions = torch.arange(ids.shape[1], device=device).expand_as(ids)
-        return stage(ids, positions, None), partial(finish, number, joined)
+        out = stage(ids, positions, None)
+        if after_pass is not None:
+            after_pass()
+        return out, partial(finish, number, joined)
 
     def finish(number: int, joined: Sequences, out: torch.Tensor, non_loss_data: bool = False) -> Any:
         found = out[joined.row.to(device), joined.place.to(device)]
@@ -87,18 +110,23 @@ def run_passes(
         result = on_output(number, found)
         if non_loss_data:
             return result
-        return result * len(micro_batches), result.detach()  # pyright: ignore[reportAttributeAccessIssue, reportOperatorIssue]: Megatron divides by it
+        return result * passes, result.detach()  # pyright: ignore[reportAttributeAccessIssue, reportOperatorIssue]: Megatron divides by it
+
+    def nothing(out: torch.Tensor, non_loss_data: bool = False) -> Any:
+        return _NOTHING if non_loss_data else (out.sum() * 0, _NOTHING)
 
     longest = max(
-        int((part.ragged("prompts").lengths + part.ragged("responses").lengths).max()) for part in micro_batches
+        (int((part.ragged("prompts").lengths + part.ragged("responses").lengths).max()) for part in micro_batches),
+        default=1,
     )
-    return get_forward_backward_func()(
+    found = get_forward_backward_func()(
         forward_step_func=step,
-        data_iterator=iter(range(len(micro_batches))),
+        data_iterator=iter(range(passes)),
         model=model,
-        num_microbatches=len(micro_batches),
+        num_microbatches=passes,
         seq_length=_padded(longest, multiple),
-        micro_batch_size=max(len(part) for part in micro_batches),
+        micro_batch_size=max((len(part) for part in micro_batches), default=1),
         forward_only=not train,
         collect_non_loss_data=not train,
     )
+    return [one for one in found if one is not _NOTHING]

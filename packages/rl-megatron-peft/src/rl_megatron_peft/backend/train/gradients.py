@@ -1,4 +1,7 @@
-"""The gradients of a rank in one float32 tensor, and their sum over data-parallel replicas."""
+"""The gradients of a rank in one float32 tensor, and their sum over data-parallel replicas.
+
+Gradients of experts come last; they are summed over the replicas of the same experts.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from rl_megatron_peft.backend.parallel import all_reduce_data_parallel, reduce_to_replica
+from rl_megatron_peft.backend.parallel import all_reduce_data_parallel, all_reduce_expert_replicas, reduce_to_replica
 from rl_megatron_peft.backend.train.param_groups import TrainedParameter
 
 
@@ -26,6 +29,7 @@ class Gradients:
         self.parts: list[torch.Tensor] = []
         self._parameters = [one.parameter for one in trained]
         self._owners = owners
+        self._experts = [one.expert for one in trained]
         self._device = device
         self._flat: torch.Tensor | None = None  # allocated by the first update
         for number, parameter in enumerate(self._parameters):
@@ -46,7 +50,11 @@ class Gradients:
         """Sum over replicas. Each gradient is defined only on the owners of its optimizer state."""
         assert self._flat is not None
         if self._owners is None:
-            all_reduce_data_parallel(self._flat)
+            dense = sum(
+                part.numel() for part, of_expert in zip(self.parts, self._experts, strict=True) if not of_expert
+            )
+            all_reduce_data_parallel(self._flat[:dense])
+            all_reduce_expert_replicas(self._flat[dense:])
             return
         begin = 0
         for replica in sorted(set(self._owners)):
@@ -58,7 +66,8 @@ class Gradients:
     def _allocate(self) -> None:
         sizes = [parameter.numel() for parameter in self._parameters]
         owners = self._owners
-        order = sorted(range(len(sizes)), key=lambda number: (owners[number] if owners else 0, number))
+        experts = self._experts
+        order = sorted(range(len(sizes)), key=lambda number: (owners[number] if owners else experts[number], number))
         self._flat = torch.empty(sum(sizes), device=self._device)
         begins, begin = dict[int, int](), 0
         for number in order:

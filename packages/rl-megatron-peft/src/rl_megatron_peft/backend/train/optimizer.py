@@ -19,14 +19,17 @@ import torch
 from rl_megatron_peft.backend.parallel import (
     Ranks,
     all_reduce_data_parallel,
+    all_reduce_expert_parallel,
     all_reduce_model_parallel,
     all_reduce_tensor_parallel,
     broadcast_from_replicas,
+    expert_replica,
 )
 from rl_megatron_peft.backend.train.gradients import Gradients
 from rl_megatron_peft.backend.train.param_groups import TrainedParameter
 from rl_megatron_peft.backend.train.settings import AdamSettings, constant
 from rl_megatron_peft.base_model.layout import state_owners
+from rl_protocol.errors import ConfigError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of AdamW's moments in `torch.optim`."""
@@ -42,6 +45,9 @@ class Optimizer:
         lr_schedule: number of a step, from 1 -> factor of the learning rate.
         distributed: each parameter's state is on one replica only, see
             `rl_megatron_peft.base_model.layout.state_owners`. The results are the same.
+
+    Raises:
+        ConfigError: `distributed` with experts that are divided over replicas.
     """
 
     def __init__(
@@ -54,6 +60,12 @@ class Optimizer:
         distributed: bool = False,
     ) -> None:
         self.trained = list(trained)
+        if distributed and ranks.layout.expert > 1:
+            raise ConfigError(
+                f"The optimizer state can't be divided over replicas that hold different experts; got expert={ranks.layout.expert}. "
+                "Set distributed_optimizer=False or expert=1.",
+                field="distributed_optimizer",
+            )
         self.distributed = distributed
         self.steps = 0
         self._config = config
@@ -76,10 +88,14 @@ class Optimizer:
         """The learning rate of the last step."""
         return float(self.adam.param_groups[0]["lr"])
 
-    @property
-    def replica_id(self) -> int:
-        """Number of this rank's copy of the optimizer state, from 0."""
-        return 0 if self.distributed else self._ranks.data
+    def replica_id(self, one: TrainedParameter | None = None) -> int:
+        """Number of this rank's copy of the optimizer state of a parameter, from 0.
+
+        None: of a parameter that belongs to no expert.
+        """
+        if self.distributed:
+            return 0
+        return expert_replica() if one is not None and one.expert else self._ranks.data
 
     def state(self) -> Iterator[tuple[TrainedParameter, dict[str, torch.Tensor]]]:
         """Yield values and moments of the parameters whose state is on this rank.
@@ -174,7 +190,9 @@ class Optimizer:
             squares[number] = parts[number].double().square().sum() / shared
         if self.distributed:
             all_reduce_data_parallel(squares)
-        return math.sqrt(float(all_reduce_model_parallel(squares.sum())))
+        of_experts = torch.tensor([one.expert for one in self.trained], device=squares.device, dtype=torch.bool)
+        total = squares[~of_experts].sum() + all_reduce_expert_parallel(squares[of_experts].sum())
+        return math.sqrt(float(all_reduce_model_parallel(total)))
 
 
 def _master(parameter: torch.nn.Parameter) -> torch.nn.Parameter:

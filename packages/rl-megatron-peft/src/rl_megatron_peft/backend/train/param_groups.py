@@ -12,6 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from rl_megatron_peft.backend.lora.adapter_layer import LoraLayer
 from rl_megatron_peft.backend.model.gpt import base_parameters, fuse, unfuse
 from rl_megatron_peft.backend.parallel import Ranks
+from rl_megatron_peft.base_model.experts import ExpertWeight
 from rl_megatron_peft.base_model.layout import hf_tensors
 from rl_megatron_peft.base_model.model_shape import ModelShape
 from rl_protocol.errors import ConfigError
@@ -27,6 +28,7 @@ class TrainedParameter:
         split: dimension in which tensor parallelism splits each of them; None: every rank holds
             all of them.
         partial: every tensor-parallel rank has a part of the gradient, to be summed.
+        expert: it belongs to an expert, which expert parallelism keeps on some replicas only.
         unfuse: splits a tensor shaped like the parameter into one per key.
         fuse: the inverse of `unfuse`.
     """
@@ -35,6 +37,7 @@ class TrainedParameter:
     keys: tuple[str, ...]
     split: int | None
     partial: bool = False
+    expert: bool = False
     unfuse: Callable[[torch.Tensor], Sequence[torch.Tensor]] = lambda tensor: [tensor]
     fuse: Callable[[list[torch.Tensor]], torch.Tensor] = lambda parts: parts[0]
 
@@ -82,7 +85,8 @@ def model_parameters(model: GPTModel, shape: ModelShape, ranks: Ranks) -> Iterat
             keys=tuple(tensor.name for tensor in held),
             split=held[0].split,
             partial=module in ("q_layernorm", "k_layernorm")  # each rank has its own heads
-            or (layout.sequence_parallel and module.endswith("layernorm")),  # and its own tokens
+            or (layout.sequence_parallel and module.endswith(("layernorm", "router"))),  # and its own tokens
+            expert=ExpertWeight.parse(name) is not None,
             unfuse=partial(unfuse, fused=module, shape=shape, tensor=layout.tensor),
             fuse=partial(fuse, fused=module, shape=shape, tensor=layout.tensor),
         )

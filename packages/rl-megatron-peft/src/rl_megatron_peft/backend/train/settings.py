@@ -87,6 +87,8 @@ class TrainSettings:
         distributed_optimizer: data-parallel replicas share the optimizer state; see Optimizer.
         merge_on_save: a policy with adapters writes whole models, with the adapter merged in,
             instead of PEFT folders.
+        records_experts: `compute_log_probs` of a policy also returns the experts of each token,
+            which an update with these columns replays.
     """
 
     adam: AdamSettings = field(default_factory=AdamConfig)
@@ -99,3 +101,4 @@ class TrainSettings:
     fused: bool = True
     distributed_optimizer: bool = False
     merge_on_save: bool = False
+    records_experts: bool = False

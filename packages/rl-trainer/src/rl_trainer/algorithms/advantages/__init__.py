@@ -19,6 +19,7 @@ from rl_trainer.algorithms.advantages.per_turn.gigpo import gigpo
 from rl_trainer.algorithms.advantages.reinforce_plus_plus import reinforce_plus_plus, reinforce_plus_plus_baseline
 from rl_trainer.algorithms.advantages.remax import remax
 from rl_trainer.algorithms.advantages.rloo import rloo
+from rl_trainer.config import AlgorithmConfig
 from rl_trainer.config.registry import Registry
 
 ADVANTAGE_ESTIMATORS: Registry[Estimator] = Registry(
@@ -56,12 +57,24 @@ ADVANTAGE_ESTIMATORS: Registry[Estimator] = Registry(
     },
 )
 
+
+def estimators_read(algorithm: AlgorithmConfig) -> tuple[str, ...]:
+    """The columns that the estimators of a run read, each once.
+
+    Raises:
+        ConfigError: an estimator is unknown.
+    """
+    reads = (ADVANTAGE_ESTIMATORS.get(one.adv_estimator).reads for one in algorithm.variants)
+    return tuple(dict.fromkeys(name for names in reads for name in names))
+
+
 __all__ = [
     "ADVANTAGE_ESTIMATORS",
     "AdvantageInputs",
     "Estimate",
     "Estimator",
     "dr_grpo",
+    "estimators_read",
     "gae",
     "gdpo",
     "gigpo",

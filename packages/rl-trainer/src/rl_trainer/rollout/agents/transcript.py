@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Sequence
 
 from rl_protocol import KeptSets
+from rl_protocol.batch.routed_experts import ExpertIds, join_routed
 from rl_protocol.ports import Generation
 from rl_trainer.rollout.partial_generation import generate_turn
 from rl_trainer.rollout.session_turns import Generate, Trajectory, stop_check
@@ -33,6 +34,8 @@ class Transcript:
         """[R] version of the weights that generated each token; None: the policy did not."""
         self._kept: list[tuple[int, KeptSets | None]] = []
         """Tokens and their sets, of each turn and observation."""
+        self._routed: list[ExpertIds | None] = []
+        """The experts of the tokens so far, after each turn."""
         self._newest = 0
         """Version of the weights that the last turn ended with."""
 
@@ -60,7 +63,9 @@ class Transcript:
             finish_reason=finish,
             weight_version=min(part.weight_version for part in parts if part.response_ids or part is parts[-1]),
             kept=KeptSets.joined((len(part.response_ids), part.kept) for part in parts),
+            routed=join_routed(part.routed for part in parts),
         )
+        self._routed.append(turn.routed)
         versions = [part.weight_version for part in parts for _ in part.response_ids]
         self._add(turn.response_ids, turn.log_probs, versions, turn.kept)
         self._newest = parts[-1].weight_version
@@ -97,4 +102,5 @@ class Transcript:
             versions=runs,
             stats=stats,
             kept=KeptSets.joined(self._kept),
+            routed=join_routed(self._routed),
         )

@@ -22,6 +22,7 @@ import msgspec
 from aiohttp import web
 
 from rl_protocol import ConfigError, KeptSets, RLError, RolloutError, SchemaError
+from rl_protocol.batch.routed_experts import join_routed
 from rl_protocol.errors import UNREADABLE
 from rl_protocol.ports import SamplingParams
 from rl_protocol.support.shared_secret import MIN_CHARACTERS, SecretSource
@@ -283,7 +284,15 @@ class Endpoint:
         log_probs = tuple(value for part in parts for value in part.log_probs)
         versions = tuple(part.weight_version for part in parts for _ in part.response_ids)
         sets = KeptSets.joined((len(part.response_ids), part.kept) for part in parts)
-        whole = Completion(context=context, response_ids=ids, log_probs=log_probs, versions=versions, kept=sets)
+        whole = Completion(
+            context=context,
+            response_ids=ids,
+            log_probs=log_probs,
+            versions=versions,
+            kept=sets,
+            routed=join_routed(part.routed for part in parts),
+            finish=finish,
+        )
         return whole, finish
 
     def _stops(self, asked: CompletionRequest | ChatRequest) -> tuple[str, ...]:

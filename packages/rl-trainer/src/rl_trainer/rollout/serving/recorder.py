@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from rl_protocol import KeptSets, RolloutError
+from rl_protocol.batch.routed_experts import ExpertIds, join_routed
 from rl_trainer.rollout.session_turns import Trajectory
 from rl_trainer.rollout.token_versions import version_runs
+from rl_trainer.rollout.trajectory_stats import RolloutStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +32,10 @@ class Completion:
     """[R] version of the weights that generated each token."""
     kept: KeptSets | None = field(default=None, repr=False)
     """[R] the tokens from which each token was sampled, as `Generation.kept`."""
+    routed: ExpertIds | None = field(default=None, repr=False, compare=False)
+    """[tokens, layers, K] the experts of context and response, as `Generation.routed`."""
+    finish: Literal["stop", "length", "abort"] = "stop"
+    """Why it ended."""
 
 
 class Recorder:
@@ -39,7 +46,8 @@ class Recorder:
     >>> recorder.add(Completion(context=(5, 6, 7, 9), response_ids=(8,), log_probs=(-0.1,), versions=(4,)))
     >>> recorder.trajectories()
     [Trajectory(response_ids=(7, 9, 8), response_mask=(True, False, True), log_probs=(-0.5, 0.0,
-    -0.1), weight_version=3, versions=((3, 2), (4, 1)))]
+    -0.1), weight_version=3, versions=((3, 2), (4, 1)), stats=RolloutStats(turns=2, tool_calls=0,
+    tool_errors=0, finish='stop'))]
 
     Args:
         prompt_ids: [P] what every context begins with.
@@ -110,6 +118,9 @@ class _Growing:
         self._log_probs: list[float] = []
         self._versions: list[int | None] = []
         self._kept: list[tuple[int, KeptSets | None]] = []
+        self._routed: list[ExpertIds | None] = []
+        self._turns = 0
+        self._finish = "stop"
 
     def go_on(self, completion: Completion) -> None:
         given = len(completion.context) - len(self.ids)
@@ -119,6 +130,9 @@ class _Growing:
         self._log_probs += [0.0] * given + list(completion.log_probs)
         self._versions += [None] * given + list(completion.versions)
         self._kept += [(given, None), (made, completion.kept)]
+        self._routed.append(completion.routed)
+        self._turns += 1
+        self._finish = "turn_length" if completion.finish == "length" else completion.finish
 
     def trajectory(self, prompt: int) -> Trajectory:
         runs = version_runs(self._versions)
@@ -128,5 +142,7 @@ class _Growing:
             log_probs=tuple(self._log_probs),
             weight_version=min((version for version, _ in runs), default=-1),
             versions=runs,
+            stats=RolloutStats(turns=self._turns, finish=self._finish),
             kept=KeptSets.joined(self._kept),
+            routed=join_routed(self._routed),
         )

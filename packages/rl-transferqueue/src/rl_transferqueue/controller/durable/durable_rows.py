@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import msgspec
+import xxhash
 
 from rl_protocol.errors import OutputError, PlaneLostError, RLError
+from rl_protocol.support.fault_points import FaultPoint, reach
 from rl_transferqueue.controller.durable.journal_thread import Done, Read
+from rl_transferqueue.controller.durable.row_loads import PAYLOAD, RowLoads
 from rl_transferqueue.controller.memory_accounting.capacity import Capacity
 from rl_transferqueue.controller.memory_requests import Replies
 from rl_transferqueue.controller.rows.ledger import Ledger
 from rl_transferqueue.controller.rows.waiters import Served
-from rl_transferqueue.journal.records import ClearRecord, PutRecord, Record
+from rl_transferqueue.journal.records import ClearRecord, Origin, PutRecord, Record
 from rl_transferqueue.transport.control_server import Caller
 from rl_transferqueue.wire.arrays import Ints
 from rl_transferqueue.wire.header_cache import unpack_header
 from rl_transferqueue.wire.messages import Clear, Cleared, Commit
 from rl_transferqueue.wire.spans import Span
 
-Loaded: TypeAlias = Callable[[RLError | None], None]
-PAYLOAD = "payload"
-"""Name of a put's block in its record."""
+log = logging.getLogger(__name__)
 
 
 class RecordStore(Protocol):
@@ -42,12 +44,20 @@ class RecordStore(Protocol):
 class Outcomes(Protocol):
     """What follows from a change of rows."""
 
-    def committed(self, caller: Caller, message: Commit, generations: Ints, served: Served) -> None:
+    def committed(self, caller: Caller, message: Commit, generations: Ints | range, served: Served) -> None:
         """A put is durable and was applied: answer it, and those whom it serves."""
+        ...
+
+    def failed(self, caller: Caller, error: RLError) -> None:
+        """A put or a clear has failed after it was taken: answer it."""
         ...
 
     def cleared(self, served: Served) -> None:
         """Rows were cleared: answer those whom it serves, and free memory."""
+        ...
+
+    def gone(self, generations: Sequence[int]) -> None:
+        """These rows were cleared, and that is durable."""
         ...
 
     def freed(self) -> None:
@@ -66,14 +76,6 @@ class _Change:
 
 
 @dataclass(slots=True)
-class _Load:
-    """Puts to be loaded, the newest last in the list, and what follows."""
-
-    puts: list[PutRecord]
-    done: Loaded
-
-
-@dataclass(slots=True)
 class DurableRows:
     """Writes each put to the journal before it is applied, so that nobody sees a row that a crash
     may lose.
@@ -88,6 +90,12 @@ class DurableRows:
         memory: bytes of a span.
         replies: where errors and answers of clears go.
         outcomes: what follows.
+        verify: compare blocks with the digests of their puts; see `drop_damaged`.
+        keep_origins: have the journal keep the answers to the last puts of each session.
+
+    Attributes:
+        damaged: blocks that differed so far.
+        loads: of rows that are read while they are on the disk alone.
     """
 
     ledger: Ledger
@@ -96,11 +104,16 @@ class DurableRows:
     memory: Callable[[Span], memoryview]
     replies: Replies
     outcomes: Outcomes
+    verify: bool = False
+    keep_origins: bool = False
+    damaged: int = 0
     _busy: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
     """Keys of the puts that are being written, by partition."""
     _waiting: deque[_Change] = field(default_factory=deque[_Change])
-    _loads: deque[_Load] = field(default_factory=deque[_Load])
-    """Those that wait for memory."""
+    loads: RowLoads = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.loads = RowLoads(self.ledger, self.capacity, self.journal.read, self.memory, self._digest)
 
     def put(self, caller: Caller, message: Commit) -> None:
         """Write a put, whose block the session has reserved.
@@ -114,43 +127,28 @@ class DurableRows:
         """Clear rows."""
         self._begin(_Change(caller, message.partition, message.keys, lambda: self._clear(caller, message)))
 
-    def load(self, generations: Ints, done: Loaded) -> None:
-        """Bring rows from the journal to memory, as soon as there is room; then call `done`, with
-        the error that prevented it or None."""
+    def drop_damaged(self, partition: str, keys: Sequence[str], fields: Sequence[str]) -> bool:
+        """Compare the blocks with these columns with the digests of their puts. The rows of those
+        that differ leave memory, and come back from the journal; returns whether there are any."""
+        found = False
+        for block in self.ledger.blocks_of(partition, keys, fields) if self.verify else ():
+            if block.digest and self._digest(self._payload(block.ref.span, block.header)) != block.digest:
+                rows, found = self.ledger.unload_block(block), True
+                self.damaged += 1
+                log.error(
+                    "%d rows of partition %r are damaged in the memory of storage unit %d; they are read again from the journal",
+                    rows,
+                    block.partition,
+                    block.ref.span.unit,
+                )
+        return found
 
-        def found(puts: tuple[PutRecord, ...] | OutputError) -> None:
-            if isinstance(puts, OutputError):
-                done(puts)
-                return
-            try:
-                for put in puts:
-                    self.capacity.check_size(len(put.columns[PAYLOAD]))
-            except RLError as error:
-                done(error)
-                return
-            self._loads.append(_Load(list(puts), done))
-            self.continue_loading()
+    def _payload(self, block: Span, header: bytes) -> memoryview:
+        return self.memory(block)[: unpack_header(header).payload]
 
-        self.journal.read(generations.tolist(), found)
-
-    def continue_loading(self) -> None:
-        """Load what waits for memory; call it when memory became free."""
-        while self._loads and self._load(self._loads[0].puts):
-            self._loads.popleft().done(None)
-
-    def _load(self, puts: list[PutRecord]) -> bool:
-        """Load puts from the newest to the oldest, and remove them from the list; returns whether
-        there was room for all."""
-        while puts:
-            if self.ledger.wants(puts[-1]):
-                payload = puts[-1].columns[PAYLOAD]
-                block = self.capacity.take_any(len(payload))
-                if block is None:
-                    return False
-                self.memory(block)[: len(payload)] = payload
-                self.ledger.load(puts[-1], block)
-            puts.pop()
-        return True
+    def _digest(self, payload: memoryview | bytes) -> bytes:
+        """Of the payload of a block; empty: blocks are not verified."""
+        return xxhash.xxh3_128_digest(payload) if self.verify else b""
 
     def _begin(self, change: _Change) -> None:
         if self._must_wait(change):
@@ -170,10 +168,11 @@ class DurableRows:
             self.capacity.check(caller.session, block)
         first = ledger.prepare(message.partition, message.keys, message.tags, block, message.header, message.expect)
         generations = ledger.generations(message.partition, message.keys, first)
-        columns: dict[str, memoryview] = {}
+        columns, digest = dict[str, memoryview](), b""
         if block is not None:
             self.capacity.commit(caller.session, block)
-            columns[PAYLOAD] = self.memory(block)[: unpack_header(message.header).payload]
+            columns[PAYLOAD] = self._payload(block, message.header)
+            digest = self._digest(columns[PAYLOAD])
         record = PutRecord(
             partition=message.partition,
             keys=message.keys,
@@ -181,28 +180,37 @@ class DurableRows:
             header=message.header if block is not None else b"",
             tags=msgspec.msgpack.encode(message.tags),
             columns=columns,
+            origin=Origin(*caller) if self.keep_origins else None,
         )
         self._busy.setdefault(message.partition, set()).update(message.keys)
-        self.journal.write(record, lambda error: self._written(caller, message, first, generations, error))
+        self.journal.write(record, lambda error: self._written(caller, message, first, generations, digest, error))
 
     def _written(
-        self, caller: Caller, message: Commit, first: int, generations: Ints, error: OutputError | None
+        self,
+        caller: Caller,
+        message: Commit,
+        first: int,
+        generations: Ints,
+        digest: bytes,
+        error: OutputError | None,
     ) -> None:
         block = message.block
         if error is not None:
             if block is not None:
                 self.capacity.give(block)
                 self.outcomes.freed()
-            self.replies.fail(caller, error)
+            self.outcomes.failed(caller, error)
         elif block is not None and not self.capacity.runs(block.unit):
             fresh = generations[generations >= first].tolist()
             self.journal.write(ClearRecord(tuple(fresh)), lambda _: None)
             what = f"Storage unit {block.unit} of the data plane ended during a put; repeat it."
-            self.replies.fail(caller, PlaneLostError(what))
+            self.outcomes.failed(caller, PlaneLostError(what))
         else:
             applied, served = self.ledger.apply(
-                message.partition, message.keys, message.tags, block, message.header, first
+                message.partition, message.keys, message.tags, block, message.header, first, digest
             )
+            if block is not None:
+                reach(FaultPoint.ROWS_IN_MEMORY, self._payload(block, message.header)[:1])
             self.outcomes.committed(caller, message, applied, served)
         busy = self._busy[message.partition]
         busy.difference_update(message.keys)
@@ -217,6 +225,7 @@ class DurableRows:
 
         def durable(error: OutputError | None) -> None:
             if error is None:
+                self.outcomes.gone(generations)
                 self.replies.answer(caller, Cleared(count))
             else:
                 self.replies.fail(caller, error)
@@ -230,4 +239,4 @@ class DurableRows:
             try:
                 self._begin(change)
             except RLError as error:
-                self.replies.fail(change.caller, error)
+                self.outcomes.failed(change.caller, error)

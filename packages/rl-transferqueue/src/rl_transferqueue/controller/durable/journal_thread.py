@@ -45,16 +45,18 @@ class JournalThread:
         reactor: runs the callbacks.
         folder: of the journal, made if missing.
         each: commit every record by itself.
+        successor: the sessions of the process before continue; keep the answers to their puts.
 
     Raises:
         ConfigError: the folder is on a network file system, or another process uses its journal.
         OutputError: its files can't be read or made.
     """
 
-    def __init__(self, reactor: Reactor, folder: Path, *, each: bool) -> None:
+    def __init__(self, reactor: Reactor, folder: Path, *, each: bool, successor: bool = False) -> None:
         self._reactor = reactor
         self._folder = folder
         self._each = each
+        self._successor = successor
         self._queue: queue.SimpleQueue[_Entry | _Query | None] = queue.SimpleQueue()
         self._ended: deque[Callable[[], None]] = deque()
         self._wake_read, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -99,7 +101,7 @@ class JournalThread:
     # -- in the thread
     def _run(self, opened: queue.SimpleQueue[Recovered | RLError]) -> None:
         try:
-            with open_journal(self._folder) as journal:
+            with open_journal(self._folder, keep_answers=self._successor) as journal:
                 opened.put(journal.recover())
                 self._serve(journal)
         except RLError as error:

@@ -19,6 +19,10 @@ _SPARE_FREE = 2
 """Ranges are reserved ahead of need only while this part of each unit stays free."""
 
 
+_NAMED = 4
+"""Units whose free memory a message names."""
+
+
 def no_units() -> PlaneLostError:
     """The error of a put when no unit is left."""
     return PlaneLostError("All storage units of the data plane have ended; its data is lost.")
@@ -193,6 +197,23 @@ class Capacity:
             f"A put needs {rounded(nbytes)} bytes; the storage units have {free} of {self.total} bytes available, {largest} in one piece, "
             f"and not enough became free within {timeout_s:g} s. {held} Clear rows that are done with, or raise TransferQueueConfig.capacity_mb."
         )
+
+    def room(self) -> str:
+        """What each unit has, those with the largest free piece first, for messages.
+
+        >>> capacity = Capacity(1, 1024)
+        >>> capacity.take(0, 1000)
+        Span(unit=0, offset=0, nbytes=1024)
+        >>> capacity.room()
+        'storage unit 0 holds 1024 of 1024 bytes (0 free, 0 in one piece)'
+        """
+        order = sorted(self._free.items(), key=lambda it: -it[1].largest)
+        units = [
+            f"storage unit {number} holds {unit.used} of {self.capacity} bytes ({self.capacity - unit.used} free, {unit.largest} in one piece)"
+            for number, unit in order[:_NAMED]
+        ]
+        more = [f"{len(order) - _NAMED} more have less"] if len(order) > _NAMED else []
+        return ", ".join([*units, *more])
 
     def _near_first(self, units: Sequence[int], host: str) -> Sequence[int]:
         return sorted(units, key=lambda unit: self._hosts[unit] != host)

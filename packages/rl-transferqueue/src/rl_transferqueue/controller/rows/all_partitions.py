@@ -14,10 +14,16 @@ _EMPTIED_CHARACTERS = 1 << 20
 
 
 class Partitions:
-    """Tables by partition. A partition is there while it has rows."""
+    """Tables by partition. A partition is there while it has rows.
 
-    def __init__(self) -> None:
-        self.version = 1
+    Args:
+        version: the first one. Watchers that have seen an earlier one have seen another controller.
+    """
+
+    def __init__(self, version: int = 1) -> None:
+        self._before = version - 1
+        """The last version that the controller before can have had."""
+        self.version = version
         """Grows with every change of a row."""
         self._tables: dict[str, PartitionTable] = {}
         self._emptied: dict[str, int] = {}
@@ -62,7 +68,7 @@ class Partitions:
     def emptied_after(self, name: str, version: int) -> bool:
         """Whether the partition, which is not there, is known to have become empty after
         `version`."""
-        return version < self._emptied.get(name, 0)
+        return version < self._emptied.get(name, self._before)
 
     def _forget_emptied(self, name: str) -> None:
         if self._emptied.pop(name, None) is not None:

@@ -44,6 +44,8 @@ class Block:
     holders: dict[bytes, int] | None = None
     """session -> leases on the block."""
     compacting: bool = False
+    digest: bytes = b""
+    """The xxh3-128 of its payload; empty: it is not verified. A block with one is not compacted."""
 
 
 @dataclass(slots=True)
@@ -59,12 +61,13 @@ class BlockTable:
     """All blocks by slot, the leases on them by session, and the work that follows from changes."""
 
     epochs: Epochs
+    last_id: int = 0
+    """Id of the last block."""
     blocks: dict[int, Block] = field(default_factory=dict[int, Block])
     used: int = 0
     """Bytes of all blocks."""
     by_partition: dict[str, int] = field(default_factory=dict[str, int])
     """Bytes of blocks with rows, by partition."""
-    _last_id: int = 0
     _last_slot: int = 0
     _free_slots: list[int] = field(default_factory=list[int])
     _headers: dict[bytes, _Shared] = field(default_factory=dict[bytes, _Shared])
@@ -84,12 +87,12 @@ class BlockTable:
         else:
             self._last_slot += 1
             slot = self._last_slot
-        self._last_id += 1
+        self.last_id += 1
         shared = self._headers.get(header)
         if shared is None:
             shared = self._headers[header] = _Shared(header)
         shared.blocks += 1
-        block = Block(BlockRef(self._last_id, span, slot), shared.header, partition, cells, cells)
+        block = Block(BlockRef(self.last_id, span, slot), shared.header, partition, cells, cells)
         self.blocks[slot] = block
         self.used += span.nbytes
         self.by_partition[partition] = self.by_partition.get(partition, 0) + span.nbytes
@@ -199,7 +202,8 @@ class BlockTable:
     def _settle(self, block: Block) -> None:
         slot = block.ref.slot
         if block.cells:
-            if block.cells * 2 <= block.full_cells and block.ref.span.nbytes >= COMPACT_FROM and not block.compacting:
+            sparse = block.cells * 2 <= block.full_cells and block.ref.span.nbytes >= COMPACT_FROM
+            if sparse and not block.compacting and not block.digest:
                 self._sparse[slot] = None
             return
         self._sparse.pop(slot, None)

@@ -21,6 +21,7 @@ Places: TypeAlias = list[tuple[Ints, int]]
 ON_DISK = -1
 """In place of a block's slot: the journal has the column, memory has not."""
 _NOWHERE: Ints = np.zeros(0, np.int64)
+_FIRST: Ints = np.zeros(1, np.int64)
 
 
 class Cells:
@@ -48,11 +49,12 @@ class ColumnPlaces:
         self.lost: dict[str, set[str]] = {}
         """key -> columns that were in a storage unit that has ended, and were not written since."""
 
-    def place(self, names: Iterable[str], slots: Ints, block: int, rows: Ints | None = None) -> Places:
+    def place(self, names: Sequence[str], slots: Ints, block: int, rows: Ints | None = None) -> Places:
         """The columns of the rows are now in rows `rows` (default: 0..) of a block; returns where
         they were before."""
         before: Places = []
-        rows = np.arange(slots.size) if rows is None else rows
+        if rows is None:
+            rows = np.arange(slots.size) if slots.size > 1 else _FIRST
         for cells, columns in self._families_of(names):
             before.append((_overwrite(cells, slots, block), columns))
             cells.row[slots] = rows
@@ -77,6 +79,19 @@ class ColumnPlaces:
             before.append((_overwrite(cells, there, ON_DISK), cells.columns))
         return before
 
+    def blocks_of(self, slots: Ints, names: Iterable[str]) -> list[int]:
+        """Slots of the blocks in memory with one of these columns of the rows, ascending."""
+        families = {id(it): it for name in names if (it := self.cells.get(name)) is not None}
+        found = {block for cells in families.values() for block in np.unique(cells.block[slots]).tolist()}
+        return sorted(block for block in found if block > 0)
+
+    def rows_in(self, block: int) -> Ints:
+        """Slots of the rows with a column in a block."""
+        mask = np.zeros(self._slots, np.bool_)
+        for cells in self._families:
+            mask |= cells.block == block
+        return np.flatnonzero(mask)
+
     def on_disk(self, slots: Ints, names: Iterable[str]) -> Bools:
         """Which rows have one of these columns on the disk alone."""
         mask = np.zeros(slots.size, np.bool_)
@@ -84,7 +99,7 @@ class ColumnPlaces:
             mask |= cells.block[slots] == ON_DISK
         return mask
 
-    def load(self, names: Iterable[str], slots: Ints, block: int, rows: Ints) -> int:
+    def load(self, names: Sequence[str], slots: Ints, block: int, rows: Ints) -> int:
         """Those of the columns that were on the disk alone are now in these rows of a block;
         returns how many cells these are."""
         loaded = 0
@@ -148,8 +163,15 @@ class ColumnPlaces:
         for cells in self._families:
             cells.block, cells.row = change(cells.block), change(cells.row)
 
-    def _families_of(self, names: Iterable[str]) -> list[tuple[Cells, int]]:
+    def _families_of(self, names: Sequence[str]) -> list[tuple[Cells, int]]:
         """The cells of exactly these columns, and how many columns each stands for."""
+        whole = self.cells.get(names[0]) if names else None
+        if (
+            whole is not None
+            and whole.columns == len(names)
+            and (len(names) == 1 or all(self.cells.get(name) is whole for name in names))
+        ):
+            return [(whole, len(names))]
         groups: dict[int, list[str]] = {}
         for name in names:
             groups.setdefault(id(self.cells[name]) if name in self.cells else 0, []).append(name)

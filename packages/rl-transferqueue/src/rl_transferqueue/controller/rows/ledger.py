@@ -30,6 +30,8 @@ from rl_transferqueue.wire.spans import Span
 from rl_transferqueue.wire.tags import to_columns, to_rows
 
 _PRIVATE_SLOTS = 1 << 16
+_INCARNATION_BITS = 40
+"""Versions and block ids of a controller are larger than those of the controllers before."""
 _tags = msgspec.msgpack.Decoder(tuple[TagColumn, ...])
 
 
@@ -51,16 +53,17 @@ class Ledger:
 
     >>> ledger = Ledger()
     >>> ledger.commit("train", ("a", "b"), (TagColumn("n", (1, 2)),))
-    (array([1, 2]), [])
+    (range(1, 3), [])
     >>> ledger.list_rows("train", {"n": 2}).keys
     ('b',)
     """
 
-    def __init__(self, epochs: Epochs | None = None) -> None:
-        self._partitions = Partitions()
+    def __init__(self, epochs: Epochs | None = None, incarnation: int = 1) -> None:
+        before = (incarnation - 1) << _INCARNATION_BITS
+        self._partitions = Partitions(before + 1)
         self._next_generation = 1
         self.waiters = Waiters(self._partitions)
-        self.blocks = BlockTable(epochs or Epochs(_PRIVATE_SLOTS))
+        self.blocks = BlockTable(epochs or Epochs(_PRIVATE_SLOTS), last_id=before)
 
     def contents(self) -> Contents:
         """What is there, for statistics."""
@@ -81,11 +84,12 @@ class Ledger:
         block: Span | None = None,
         header: bytes = b"",
         expect: Sequence[Mapping[str, Scalar] | None] | None = None,
-    ) -> tuple[Ints, Served]:
+    ) -> tuple[Ints | range, Served]:
         """Add rows, tags and the columns of a block.
 
         Returns:
-            Generations of the rows, and callers that are served by the change.
+            Generations of the rows, as a range where all rows are new, and callers that are served
+                by the change.
 
         Raises:
             DuplicateKeyError, BatchError, ConflictError, WireError: nothing was changed, the block
@@ -127,8 +131,13 @@ class Ledger:
         block: Span | None,
         header: bytes,
         first: int,
-    ) -> tuple[Ints, Served]:
-        """Make a commit that was prepared; see `commit`."""
+        digest: bytes = b"",
+    ) -> tuple[Ints | range, Served]:
+        """Make a commit that was prepared; see `commit`.
+
+        Args:
+            digest: of the block's payload; see `Block`.
+        """
         if not keys:
             return np.zeros(0, np.int64), []
         spec = unpack_header(header) if block is not None else None
@@ -139,10 +148,13 @@ class Ledger:
         if block is not None and spec is not None:
             names = [column.name for column in spec.columns]
             made = self.blocks.add(block, header, partition, len(keys) * len(names))
+            made.digest = digest
             self.blocks.drop_cells(table.columns.place(names, slots, made.ref.slot))
             table.columns.recover(keys, names)
         self._partitions.touch(table, slots)
-        return table.generations(slots), self.waiters.serve(partition, table, slots, before)
+        generations, last = table.generations(slots), first + len(keys) - 1
+        rows = range(first, last + 1) if generations[-1] == last else generations  # the last one: all rows are new
+        return rows, self.waiters.serve(partition, table, slots, before)
 
     def generations(self, partition: str, keys: Sequence[str] | None, first: int = 0) -> Ints:
         """Generations of these rows (None: all); rows that are not there are left out, or get those
@@ -171,11 +183,33 @@ class Ledger:
             table.columns.place(_names(put.header), slots, ON_DISK)
         self._partitions.touch(table, slots)
 
+    def skip_generations(self, last: int) -> None:
+        """Give no new row a generation up to this one."""
+        self._next_generation = max(self._next_generation, last + 1)
+
+    def restore_consumption(self, partition: str, task: str, generations: Ints) -> None:
+        """The task has consumed those of the rows that are there; nobody waits yet."""
+        table = self._partitions.find(partition)
+        if table is not None:
+            table.consumption.mark(table.find_generations(generations), task, True)
+
     def unload(self, partition: str, keys: Sequence[str]) -> None:
         """The journal has these rows: their columns leave memory. Unknown rows are ignored."""
         table = self._partitions.find(partition)
         if table is not None:
             self.blocks.drop_cells(table.columns.unload(np.unique(table.find(keys)[0])))
+
+    def blocks_of(self, partition: str, keys: Sequence[str], fields: Sequence[str]) -> list[Block]:
+        """The blocks in memory with one of the fields of these rows. Unknown rows are ignored."""
+        table = self._partitions.get(partition)
+        return [self.blocks.blocks[slot] for slot in table.columns.blocks_of(table.find(keys)[0], fields)]
+
+    def unload_block(self, block: Block) -> int:
+        """The journal has all rows of a block: their columns leave memory; returns how many."""
+        table = self._partitions.get(block.partition)
+        slots = table.columns.rows_in(block.ref.slot)
+        self.blocks.drop_cells(table.columns.unload(slots))
+        return int(slots.size)
 
     def on_disk(self, partition: str, keys: Sequence[str], fields: Sequence[str]) -> Ints:
         """Generations of those of the rows that have one of the fields on the disk alone."""
@@ -187,12 +221,13 @@ class Ledger:
         """Whether the put has columns of rows that are on the disk alone."""
         return bool(self._unloaded(put)[0].size)
 
-    def load(self, put: PutRecord, block: Span) -> None:
+    def load(self, put: PutRecord, block: Span, digest: bytes = b"") -> None:
         """The columns of a put that `wants` has named are in this block again. Of several puts of
-        a row, the newest comes first."""
+        a row, the newest comes first; `digest` is that of the block's payload, see `Block`."""
         slots, rows = self._unloaded(put)
         table = self._partitions.get(put.partition)
         made = self.blocks.add(block, put.header, put.partition, 0)
+        made.digest = digest
         made.cells = made.full_cells = table.columns.load(_names(put.header), slots, made.ref.slot, rows)
 
     def _unloaded(self, put: PutRecord) -> tuple[Ints, Ints]:

@@ -60,6 +60,11 @@ class TagStore:
             if tag.name not in self.values:
                 self.values[tag.name] = np.full(self._slots, ABSENT, object)
                 self._given[tag.name] = np.zeros(self._slots, np.bool_)
+            if slots.size == 1 == len(tag.values):
+                (value,) = tag.values
+                self.values[tag.name][slots[0]] = self._pooled(value) if type(value) is str else value
+                self._given[tag.name][slots[0]] = True
+                continue
             at = slots[np.frombuffer(tag.rows, "<i4")] if tag.rows else slots
             self.values[tag.name][at] = [self._pooled(value) if type(value) is str else value for value in tag.values]
             self._given[tag.name][at] = True

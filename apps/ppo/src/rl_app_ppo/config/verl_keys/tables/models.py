@@ -12,7 +12,7 @@ from rl_trainer.algorithms.losses import POLICY_LOSSES
 REF = "actor_rollout_ref.ref"
 _MEMORY = "it concerns memory and speed alone"
 _ONE_ENGINE = "the engine of the actor, and its settings, are those of all models"
-_LAYOUT = "models are cut by megatron.tensor_model_parallel_size and megatron.pipeline_model_parallel_size alone"
+_LAYOUT = "models are cut by megatron.tensor_, pipeline_ and expert_model_parallel_size alone"
 _CHECKPOINT = "a checkpoint holds everything that a run needs to resume"
 _PROFILE = "trainer.profile_steps profiles every process that has a model"
 _DETERMINISM = "everything random is drawn from trainer.seed"
@@ -136,7 +136,7 @@ ENTRIES: tuple[Entry, ...] = (
     ),
     converted(f"{ACTOR}.fsdp_config.fsdp_size", "fsdp.world_size", conversions.if_positive("fsdp.world_size")),
     no_effect("master weights are float32", f"{ACTOR}.fsdp_config.model_dtype"),
-    no_effect(_OFFLOAD, "param_offload optimizer_offload grad_offload", prefix=f"{ACTOR}.fsdp_config."),
+    no_effect(_OFFLOAD, "param_offload grad_offload", prefix=f"{ACTOR}.fsdp_config."),
     no_effect(_DETERMINISM, "seed full_determinism", prefix=f"{ACTOR}.fsdp_config."),
     unsupported(
         "weights are not quantized in training",
@@ -152,14 +152,13 @@ ENTRIES: tuple[Entry, ...] = (
     converted(f"{ACTOR}.megatron.sequence_parallel", "megatron.sequence_parallel", conversions.sequence_parallel),
     no_effect(
         _LAYOUT,
-        """context_parallel_size expert_model_parallel_size expert_tensor_parallel_size virtual_pipeline_model_parallel_size
+        """context_parallel_size expert_tensor_parallel_size virtual_pipeline_model_parallel_size
         dynamic_context_parallel max_seqlen_per_dp_cp_rank""",
         prefix=f"{ACTOR}.megatron.",
     ),
     unsupported(
         "weights are not quantized in training", f"{ACTOR}.megatron.qat.*", needs=f"{ACTOR}.megatron.qat.enable"
     ),
-    only(f"{ACTOR}.megatron.router_replay.mode", "disabled", why="the routing of experts is not replayed"),
     no_effect(
         _MEMORY,
         """recompute_granularity recompute_modules recompute_method recompute_num_layers attention_backend apply_rope_fusion

@@ -99,7 +99,9 @@ ENTRIES: tuple[Entry, ...] = (
     unsupported("the rollout is not quantized", f"{ROLLOUT}.quantization {ROLLOUT}.quantization_config_file"),
     unsupported("the rollout is not quantized", f"{ROLLOUT}.qat.*", needs=f"{ROLLOUT}.qat.enable"),
     unsupported("there is no multi-token prediction", f"{ROLLOUT}.mtp.*", needs=f"{ROLLOUT}.mtp.enable"),
-    unsupported("the routing of experts is not replayed", f"{ROLLOUT}.enable_rollout_routing_replay"),
+    no_effect(
+        "algorithm.router_replay=R3 makes the rollout report the experts", f"{ROLLOUT}.enable_rollout_routing_replay"
+    ),
     only(f"{ROLLOUT}.over_sample_rate", 0, why="as many responses are generated as are trained on"),
     *_multi_turn(f"{ROLLOUT}.multi_turn"),
     converted(f"{ROLLOUT}.agent.default_agent_loop", "rollout.session", conversions.agent_loop),

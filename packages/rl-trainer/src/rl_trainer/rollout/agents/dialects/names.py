@@ -46,12 +46,17 @@ def dialect_of_template(template: str) -> str:
     """Name of the dialect in which a chat template writes calls.
 
     Raises:
-        ConfigError: the template does not tell, or tells several.
+        ConfigError: the template does not tell, tells several, or is empty.
     """
     found = [name for name, mark in _MARKS.items() if mark.search(template)]
     if len(found) == 1:
         return found[0]
-    what = f"fits {' and '.join(found)}" if found else "tells none" if template else "is missing"
+    if not template:
+        raise ConfigError(
+            "RolloutConfig.session=tool_agent needs a model whose chat template describes tools in its prompts; "
+            "this model has no chat template."
+        )
+    what = f"fits {' and '.join(found)}" if found else "tells none"
     raise ConfigError(
         f"AgentConfig.dialect must be one of {', '.join(DIALECTS)}; got auto, and the model's chat template {what}."
     )

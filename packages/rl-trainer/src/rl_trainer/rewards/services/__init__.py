@@ -1,0 +1,1 @@
+"""Scorers that ask a service over HTTP (extra `http`)."""

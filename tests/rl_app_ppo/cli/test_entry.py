@@ -1,0 +1,111 @@
+"""The entry points: Ctrl-C while they import ends the process without a traceback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rl_app_ppo
+from rl_protocol import ConfigError, RLError
+
+INTERRUPTED_AT = """
+import os, signal, sys
+from importlib.abc import MetaPathFinder
+
+class Interrupt(MetaPathFinder):
+    def find_spec(self, fullname, path, target=None):
+        if fullname == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+            raise SystemExit("still there")
+
+sys.meta_path.insert(0, Interrupt())
+sys.argv = ["rl", "--help"]
+from rl_app_ppo.cli.entry import {entry}
+{entry}()
+"""
+
+
+def python(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize(
+    ("entry", "module"), [("rl", "rl_app_ppo.cli.rl"), ("rl", "omegaconf"), ("main", "rl_app_ppo.cli.main")]
+)
+def test_ctrl_c_during_imports_prints_nothing(entry, module):
+    done = python(INTERRUPTED_AT.format(module=module, entry=entry))
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_the_handler_is_as_before_when_the_command_starts():
+    done = python(
+        "import signal\nbefore = signal.getsignal(signal.SIGINT)\nimport rl_app_ppo.cli.rl as module\n"
+        "module.app = lambda: print(signal.getsignal(signal.SIGINT) is before is signal.default_int_handler)\n"
+        "from rl_app_ppo.cli.entry import rl\nrl()"
+    )
+    assert (done.stdout, done.stderr) == ("True\n", "")
+
+
+def test_the_package_imports_its_names_on_first_use():
+    done = python(
+        "import sys, rl_app_ppo\nmine = [name for name in sys.modules if name.startswith('rl_')]\n"
+        "print(mine, rl_app_ppo.TrainResult.__name__, rl_app_ppo.train.__name__)"
+    )
+    assert (done.stdout, done.stderr) == ("['rl_app_ppo'] TrainResult train\n", "")
+    assert set(rl_app_ppo.__all__) <= set(dir(rl_app_ppo))
+    assert (rl_app_ppo.ConfigError, rl_app_ppo.RLError) == (ConfigError, RLError)
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        rl_app_ppo.trian  # noqa: B018
+
+
+def rl(*words, **settings):
+    code = "from rl_app_ppo.cli.entry import rl; rl()"
+    return subprocess.Popen([sys.executable, "-c", code, *words], text=True, stderr=subprocess.PIPE, **settings)
+
+
+@pytest.mark.parametrize("words", [["explain"], ["explain", "rollout", "--json"], ["--help"]])
+def test_a_reader_that_ends_ends_the_command_without_a_traceback(words):
+    reading, writing = os.pipe()
+    os.close(reading)
+    process = rl(*words, stdout=writing)
+    os.close(writing)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (141, "")
+
+
+@pytest.mark.parametrize("words", [["explain"], ["explain", "rollout", "--json"]])
+def test_a_full_disk_is_a_message(words):
+    with Path("/dev/full").open("w") as full:
+        process = rl(*words, stdout=full)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert err.startswith("error: standard output can't be written: No space left on device")
+    assert err.count("\n") == 1
+
+
+def test_an_encoding_without_a_character_prints_a_question_mark():
+    process = rl(
+        "explain",
+        "trainer.run_name",
+        "trainer.run_name=\u00fc",
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    assert "trainer.run_name = '?'" in out
+
+
+@pytest.mark.parametrize(("closed", "words", "code"), [("1", "--json", 0), ("2", "rollout.nn=1", 2), ("0,1,2", "", 0)])
+def test_closed_standard_streams_are_no_error(closed, words, code):
+    program = f"import os, sys; [os.close(n) for n in ({closed},)]; os.execv(sys.argv[1], sys.argv[1:])"
+    command = (sys.executable, "-c", "from rl_app_ppo.cli.entry import rl; rl()", "explain", "rollout.n", words)
+    done = subprocess.run(
+        [sys.executable, "-c", program, *filter(None, command)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (code, "")

@@ -1,0 +1,177 @@
+"""A Qwen3-MoE model on Megatron-Core equals transformers', under any layout of its experts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import peft
+import pytest
+import torch
+from safetensors.numpy import load_file
+from shared_folders import made_once
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from rl_protocol.routed_tokens import experts_of
+
+pytestmark = pytest.mark.slow  # the tests read the results of processes in several layouts
+LAYOUTS = ("one", "ep2", "sp2", "ep2pp2", "ep2dp4")
+PROGRAM = Path(__file__).parents[1] / "experts_program.py"
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory):
+    """Folder with a model in `model` and the results of the program."""
+
+    def make(out):
+        config = Qwen3MoeConfig(
+            vocab_size=16,
+            hidden_size=32,
+            moe_intermediate_size=12,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=12,
+            num_experts=4,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+            max_position_embeddings=64,
+            initializer_range=0.3,
+            pad_token_id=0,
+            eos_token_id=1,
+            bos_token_id=None,
+        )
+        torch.manual_seed(0)
+        Qwen3MoeForCausalLM(config).save_pretrained(out / "model")
+        with (out / "log").open("w") as log:
+            command = [sys.executable, str(PROGRAM), str(out / "model"), str(out)]
+            done = subprocess.run(command, stdout=log, stderr=log, timeout=800, check=False)
+        assert done.returncode == 0, (out / "log").read_text()[-4000:]
+
+    return made_once(tmp_path_factory, "megatron_experts", make)
+
+
+def logits(model, batch):
+    """Return the logits [T, 15] of the response tokens, one unpadded row at a time."""
+    found = []
+    for prompt, response in zip(batch.ragged("prompts").rows(), batch.ragged("responses").rows(), strict=True):
+        with torch.no_grad():
+            ids = torch.tensor([*prompt, *response])[None]
+            found.append(model(ids).logits[0, len(prompt) - 1 : -1, :15])
+    return torch.cat(found).numpy()
+
+
+def close(found, want):
+    return np.abs(found - want).max() < 1e-4 * np.abs(want).max()
+
+
+@pytest.fixture(params=LAYOUTS)
+def layout(request, made):
+    """(folder, name) of the results of a layout."""
+    return made, request.param
+
+
+def test_logits_equal_transformers_and_exported_weights_are_those_that_were_loaded(layout, program):
+    folder, name = layout
+    want = logits(AutoModelForCausalLM.from_pretrained(folder / "model").eval(), program.batch_of(5, 99))
+    assert np.abs(want).max() > 1
+    assert close(np.load(folder / f"{name}.npz")["base"], want)
+    weights, loaded = np.load(folder / f"{name}-weights.npz"), load_file(folder / "model" / "model.safetensors")
+    assert set(weights) == set(loaded)
+    assert all(np.array_equal(weights[key], loaded[key]) for key in loaded)
+
+
+def given_experts(router, hidden, experts):
+    """Logits, weights and numbers of these experts, as transformers' router returns them."""
+    logits = torch.nn.functional.linear(hidden.reshape(-1, router.hidden_dim), router.weight)
+    return logits, torch.softmax(logits.gather(-1, experts), -1), experts
+
+
+def test_given_experts_compute_what_they_do_in_transformers(layout, program):
+    """The log-probs of rows with experts, and of one without, under each layout."""
+    folder, name = layout
+    sys.path.insert(0, str(PROGRAM.parent))
+    from experts_program import routed_batch
+
+    model, batch = AutoModelForCausalLM.from_pretrained(folder / "model").eval(), routed_batch()
+    want = []
+    columns = zip(*(batch.ragged(key).rows() for key in ("prompts", "responses")), experts_of(batch), strict=True)
+    for prompt, response, experts in columns:
+        routers = [layer.mlp.gate for layer in model.model.layers]
+        for number, router in enumerate(routers if experts.shape[1] else ()):
+            given = torch.from_numpy(experts[:, number].astype(np.int64))
+            router.forward = partial(given_experts, router, experts=given)
+        with torch.no_grad():
+            out = model(torch.tensor([*prompt, *response])[None, :-1]).logits[0, len(prompt) - 1 :, :16]
+        want += torch.log_softmax(out, -1).gather(-1, torch.tensor(response)[:, None])[:, 0].tolist()
+        for router in routers:
+            router.__dict__.pop("forward", None)
+    found = np.load(folder / f"{name}.npz")["replayed"]
+    assert found.tolist() == pytest.approx(want, rel=1e-4, abs=1e-5)
+
+
+def routed_by_transformers(model, batch):
+    """The experts of each row [tokens, layers, K], ascending."""
+    found = []
+    for prompt, response in zip(batch.ragged("prompts").rows(), batch.ragged("responses").rows(), strict=True):
+        with torch.no_grad():
+            out = model(torch.tensor([*prompt, *response])[None, :-1], output_router_logits=True)
+        found.append(torch.stack([layer.topk(2).indices for layer in out.router_logits], 1).sort(-1).values.numpy())
+    return found
+
+
+def test_recorded_experts_are_those_of_the_routers_or_those_given(layout, program):
+    """R2, under each layout: of all tokens and layers. A row without given experts has the
+    routers'."""
+    folder, name = layout
+    sys.path.insert(0, str(PROGRAM.parent))
+    from experts_program import routed_batch
+
+    model, found = AutoModelForCausalLM.from_pretrained(folder / "model").eval(), np.load(folder / f"{name}.npz")
+    own = routed_by_transformers(model, program.batch_of(5, 99))
+    given = experts_of(routed_batch())
+    for key, want in (
+        ("recorded", own),
+        ("recorded_given", [one if one.shape[1] else own[row] for row, one in enumerate(given)]),
+    ):
+        got = found[key].reshape(-1, 2, 2)
+        assert np.array_equal(np.sort(got, -1), np.sort(np.concatenate(want), -1)), key
+
+
+def test_training_is_the_same_and_transformers_reads_what_is_saved(layout, program):
+    folder, name = layout
+    one, found = np.load(folder / "one.npz"), np.load(folder / f"{name}.npz")
+    assert np.allclose(found["norms"], one["norms"], rtol=1e-4)
+    assert np.abs(one["trained"] - one["base"]).max() > 1
+    assert close(found["trained"], one["trained"])
+    assert close(found["log_probs"], one["log_probs"])
+    saved = AutoModelForCausalLM.from_pretrained(folder / name / "model").eval()
+    assert close(logits(saved, program.batch_of(5, 99)), found["trained"])
+    before, after = (load_file(path / "model.safetensors") for path in (folder / "model", folder / name / "model"))
+    moved = [key for key in before if ".mlp." in key and not np.array_equal(before[key], after[key])]
+    assert len(moved) == 2 * (1 + 3 * 4)  # routers and experts
+
+
+def test_the_state_of_another_layout_continues(layout):
+    found = np.load(layout[0] / f"{layout[1]}.npz")
+    assert close(found["later"], found["trained"])
+    if "resumed" in found:
+        assert np.array_equal(found["resumed"], found["restored"])
+
+
+def test_expert_parallel_ranks_hold_the_state_of_their_experts_alone(made):
+    one, two = (np.load(made / f"{name}.npz")["bytes"] for name in ("one", "ep2"))
+    experts = 8 * 2 * 4 * 3 * 12 * 32  # two float32 moments, layers, experts, matrices
+    assert list(two) == [one[0] - experts // 2] * 2
+
+
+@pytest.mark.parametrize("name", ["one", "ep2"])
+def test_adapters_of_the_attention_are_the_same_in_peft(made, name, program):
+    base = AutoModelForCausalLM.from_pretrained(made / "model")
+    want = logits(base.eval(), program.batch_of(5, 99))
+    adapted = logits(peft.PeftModel.from_pretrained(base, made / name / "adapter").eval(), program.batch_of(5, 99))
+    assert np.abs(adapted - want).max() > 0.1
+    assert close(np.load(made / f"{name}-adapted.npz")["adapted"], adapted)
