@@ -158,6 +158,8 @@ class MortalPlane:
 
     def freed(self) -> None: ...
 
+    def short(self) -> None: ...
+
     def _bytes_of(self, span: Span) -> memoryview:
         return memoryview(self._memory)[span.offset : span.offset + span.nbytes]
 

@@ -38,7 +38,7 @@ class World:
         self.answers: list[tuple[int, Answer | RLError]] = []
         self.puts: list[int] = []
         self.gone_rows: list[int] = []
-        self.requests = 0
+        self.requests = self.times_short = 0
         self.rows = DurableRows(self.ledger, self.capacity, self, self.bytes_of, self, self, verify=verify)
 
     def bytes_of(self, span: Span) -> memoryview:
@@ -76,6 +76,9 @@ class World:
         self.gone_rows += generations
 
     def freed(self) -> None: ...
+
+    def short(self) -> None:
+        self.times_short += 1
 
     # requests
     def put(self, *keys: str, n: int = 0, data: bool = False, expect: tuple[None, ...] | None = None) -> int:
@@ -207,7 +210,7 @@ def test_rows_leave_memory_and_come_back_with_their_newest_columns() -> None:
     assert away.tolist() == [1, 2]
 
     ended: list[RLError | None] = []
-    world.rows.loads.start(away, ended.append)
+    world.rows.loads.start("p", ("a", "b"), ("x",), ended.append)
     (wanted, done), *_ = world.reads
     assert (wanted, ended) == ([1, 2], [])
     done((older, newer))
@@ -231,7 +234,7 @@ def test_rows_that_are_damaged_in_memory_come_back_from_the_journal() -> None:
     assert world.rows.damaged == 1
     assert world.ledger.on_disk("p", ["a", "b", "c"], ["x"]).tolist() == [1, 2], "they share the damaged block"
 
-    world.rows.loads.start(world.ledger.on_disk("p", ["b"], ["x"]), lambda _: None)
+    world.rows.loads.start("p", ("b",), ("x",), lambda _: None)
     world.reads[0][1]((whole,))
     assert places(world, "a", "b", "c") == [7, 0, 9], "the first eight bytes of each put are n"
     (again,) = world.ledger.blocks_of("p", ["a"], ["x"])
@@ -258,7 +261,7 @@ def test_a_load_waits_for_memory_and_goes_before_puts() -> None:
         world.capacity.give(ref.span)
     full = [world.capacity.take(unit, 4096) for unit in range(2)]
     ended: list[RLError | None] = []
-    world.rows.loads.start(world.ledger.on_disk("p", ["a"], ["x"]), ended.append)
+    world.rows.loads.start("p", ("a",), ("x",), ended.append)
     world.reads[0][1]((record,))
     assert ended == []
     assert full[1] is not None
@@ -280,9 +283,9 @@ def test_a_load_that_was_left_does_not_hold_up_others() -> None:
     assert None not in blocks
     ended: list[tuple[str, RLError | None]] = []
     loads = world.rows.loads
-    first = loads.start(np.array([1, 2]), lambda error: ended.append(("first", error)))
-    unread = loads.start(np.array([3]), lambda error: ended.append(("unread", error)))
-    loads.start(np.array([3]), lambda error: ended.append(("last", error)))
+    first = loads.start("p", ("a", "b"), ("x",), lambda error: ended.append(("first", error)))
+    unread = loads.start("p", ("c",), ("x",), lambda error: ended.append(("unread", error)))
+    loads.start("p", ("c",), ("x",), lambda error: ended.append(("last", error)))
     world.reads[0][1]((records[0], replace(records[1], columns={PAYLOAD: bytes(128)})))
     world.reads[2][1]((records[2],))
     assert ended == []
@@ -307,7 +310,7 @@ def test_rows_that_were_cleared_while_they_were_read_stay_away() -> None:
     for ref in world.ledger.blocks.take_released():
         world.capacity.give(ref.span)
     ended: list[RLError | None] = []
-    world.rows.loads.start(world.ledger.on_disk("p", ["a"], ["x"]), ended.append)
+    world.rows.loads.start("p", ("a",), ("x",), ended.append)
     world.clear("a")
     world.reads[0][1]((record,))
     assert (ended, world.capacity.used) == ([None], 0)
@@ -319,9 +322,100 @@ def test_a_load_that_can_never_fit_fails() -> None:
     record = replace(recorded(world), columns={PAYLOAD: bytes(5000)})
     world.ledger.unload("p", ["a"])
     ended: list[RLError | None] = []
-    world.rows.loads.start(world.ledger.on_disk("p", ["a"], ["x"]), ended.append)
+    world.rows.loads.start("p", ("a",), ("x",), ended.append)
     world.reads[0][1]((record,))
     assert "raise TransferQueueConfig.capacity_mb" in str(ended[0])
-    world.rows.loads.start(np.array([1]), ended.append)
+    world.rows.loads.start("p", ("a",), ("x",), ended.append)
     world.reads[1][1](OutputError("broken"))
     assert str(ended[1]) == "broken"
+
+
+def room_for(world: World, nbytes: int) -> Span | None:
+    return world.rows.loads.make_room(lambda: world.capacity.take_any(nbytes))
+
+
+def in_memory(world: World, *keys: str) -> set[str]:
+    return {key for key in keys if not world.ledger.on_disk("p", [key], ["x"]).size}
+
+
+def test_rows_that_were_used_longest_ago_leave_memory_first() -> None:
+    """Both units are full: 64 bytes per row, and one range each."""
+    world = World()
+    for key in "abcd":
+        world.put(key, n=7, data=True)
+        recorded(world)
+    world.ledger.locate(SESSION, 1, "p", ("a",), ("x",))
+    world.ledger.locate(SESSION, 2, "p", ("c",), ("x",))
+    world.ledger.blocks.release(SESSION, [1])
+    assert all(world.capacity.take(unit, 4096 - 128) for unit in range(2))
+    left = list[set[str]]()
+    for _ in range(3):
+        assert room_for(world, 64) is not None
+        left.append({"a", "b", "c", "d"} - in_memory(world, *"abcd"))
+    assert left == [{"b"}, {"b", "d"}, {"a", "b", "d"}], "a was used after b and d, and c is being read"
+    assert room_for(world, 64) is None
+    world.ledger.blocks.release(SESSION, [2])
+    assert room_for(world, 64) is not None
+    assert (in_memory(world, *"abcd"), world.rows.loads.evicted) == (set(), 4)
+
+
+def test_only_what_lies_in_a_block_leaves_memory_with_it() -> None:
+    world = World()
+    world.put("a", "b", n=7, data=True)
+    recorded(world)
+    world.put("b", n=9, data=True)
+    recorded(world)
+    world.ledger.locate(SESSION, 1, "p", ("b",), ("x",))
+    assert room_for(world, 4096) is not None
+    assert room_for(world, 4096) is None
+    assert in_memory(world, "a", "b") == {"b"}
+    assert places(world, "b") == [9]
+
+
+def test_a_load_keeps_its_own_rows_in_memory_and_reads_again_what_left_before() -> None:
+    world = World()
+    records: list[PutRecord] = []
+    for key in "abc":
+        world.put(key, n=ord(key), data=True)
+        records.append(recorded(world))
+    full = [world.capacity.take(unit, 4096 - 64 * (1 + unit)) for unit in range(2)]
+    world.ledger.unload("p", ["b"])
+    for ref in world.ledger.blocks.take_released():
+        world.capacity.give(ref.span)
+    assert room_for(world, 64) is not None, "b's memory is used by others"
+    ended: list[RLError | None] = []
+    world.rows.loads.start("p", ("a", "b", "c"), ("x",), ended.append)
+    world.ledger.locate(SESSION, 1, "p", ("c",), ("x",))
+    assert room_for(world, 64) is None, "a is kept for the load, and c by a lease"
+    world.reads[0][1]((records[1],))
+    world.rows.loads.continue_loading()
+    assert (ended, world.times_short) == ([], 1)
+    assert in_memory(world, "a", "b", "c") == {"a", "c"}
+
+    world.ledger.unload("p", ["a"])  # as another client may
+    for ref in world.ledger.blocks.take_released():
+        world.capacity.give(ref.span)
+    world.rows.loads.continue_loading()
+    assert (ended, [asked for asked, _ in world.reads]) == ([], [[2], [1]])
+    assert full[0] is not None
+    world.capacity.give(full[0])
+    world.reads[1][1]((records[0],))
+    assert ended == [None]
+    assert places(world, "a", "b", "c") == [ord(key) for key in "abc"]
+
+
+def test_a_row_that_is_put_again_while_it_is_read_from_the_journal_keeps_its_new_column() -> None:
+    world = World()
+    world.put("a", n=7, data=True)
+    older = recorded(world)
+    world.ledger.unload("p", ["a"])
+    ended: list[RLError | None] = []
+    world.rows.loads.start("p", ("a",), ("x",), ended.append)
+    world.put("a", n=9, data=True)
+    newer = recorded(world)
+    world.ledger.unload("p", ["a"])
+    world.reads[0][1]((older,))
+    assert (ended, in_memory(world, "a")) == ([], set())
+    world.reads[1][1]((older, newer))
+    assert ended == [None]
+    assert places(world, "a") == [9]

@@ -22,6 +22,7 @@ from rl_protocol import (
     CapacityTimeout,
     ConfigError,
     ConflictError,
+    KVBatchMeta,
     MissingDataError,
     OutputError,
     dense,
@@ -266,6 +267,39 @@ def test_a_plane_may_hold_more_rows_on_its_disk_than_fit_into_its_memory(tmp_pat
         assert plane.recovery is not None
         assert plane.recovery.rows_kept == 4
         asyncio.run(read(plane))
+
+
+def test_rows_leave_a_full_plane_for_others_and_are_read_again(tmp_path: Path) -> None:
+    """Of 24 rows four fit: each unit of 1 MiB holds two blocks of 448 KiB."""
+    size, count = 448 << 10, 24
+    rng = np.random.default_rng(7)
+    wanted = rng.integers(0, 256, (count, size), np.uint8)
+
+    async def main(plane: LocalPlane) -> None:
+        async with await connect(plane.descriptor) as client, await connect(plane.descriptor) as other:
+            held = await client.get(await put(client, 0), ["x"])
+            await asyncio.gather(*(put(other, number) for number in range(1, count)))
+            rows = await other.list_rows("p", fields=["x"])
+            assert len(rows) == count, "rows on the disk alone have their columns"
+            for _ in range(2):
+                for number in rng.permutation(count).tolist():
+                    pair = rows.select_keys([f"k{number}", f"k{(number + 1) % count}"])
+                    found = await (client if number % 2 else other).get(pair, ["x"])
+                    assert np.array_equal(found.dense("x").values, wanted[[number, (number + 1) % count]])
+            assert np.array_equal(held.dense("x").values[0], wanted[0]), "a view does not change"
+            stats = await client.stats()
+            assert stats.bytes_used <= 4 * size
+            assert stats.evicted > count
+
+    async def put(client: Client, number: int) -> KVBatchMeta:
+        return await client.put("p", [f"k{number}"], BatchData({"x": dense(wanted[number : number + 1])}))
+
+    with start_local_plane(config(tmp_path, capacity_mb=2)) as plane:
+        asyncio.run(main(plane))
+        pids = plane.pids
+    with start_local_plane(config(tmp_path, capacity_mb=2)) as plane:
+        assert plane.recovery is not None
+        assert (plane.recovery.rows_kept, set(pids) & set(plane.pids)) == (count, set())
 
 
 def test_a_read_from_the_journal_that_finds_no_memory_says_who_holds_it(tmp_path: Path) -> None:

@@ -53,6 +53,8 @@ class PlaneStats(msgspec.Struct, frozen=True, kw_only=True):
     requests have said so."""
     damaged: int = 0
     """Blocks that were found damaged in memory and were read again from the journal."""
+    evicted: int = 0
+    """Blocks whose rows left memory for others; the journal has them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -320,6 +320,7 @@ class Client(DataPlane):
             tasks=stats.tasks,
             links=msgspec.structs.asdict(stats.links),
             damaged=stats.damaged,
+            evicted=stats.evicted,
         )
 
     async def metrics(self, *, timeout_s: float | None = None) -> Metrics:

@@ -30,6 +30,8 @@ class Reader:
         self._copies = copies
         self._cache: LocationCache | None = None
         self.bytes_read = 0
+        self._forgotten = 0
+        """Calls of `forget` and `forget_blocks`."""
 
     def use_cache(self, cache: LocationCache) -> None:
         """Answer repeated gets from `cache`, without a message to the controller."""
@@ -77,6 +79,7 @@ class Reader:
     def forget(self, partition: str | None = None) -> None:
         """Drop copies and cached locations, of a partition or all, and end the leases that only
         they held."""
+        self._forgotten += 1
         self._copies.clear()
         if self._cache is not None:
             if partition is None:
@@ -88,6 +91,7 @@ class Reader:
     def forget_blocks(self, blocks: Iterable[int]) -> None:
         """Drop copies and cached locations in these blocks, and end the leases that only they
         held."""
+        self._forgotten += 1
         blocks = tuple(blocks)
         self._copies.forget_blocks(blocks)
         if self._cache is not None:
@@ -115,9 +119,10 @@ class Reader:
     async def _locate(self, query: RowQuery, deadline: float) -> Location:
         lease, anchor = self._leases.new()
         partition, keys, fields, generations = query
-        seconds, era = seconds_until(deadline), self._controller.era
+        seconds, era, forgotten = seconds_until(deadline), self._controller.era, self._forgotten
         request = Locate(lease, partition, keys, fields, seconds, np.array(generations, "<i8").tobytes())
         place = Location(await self._controller.call(request, Located, seconds + SERVER_GRACE_S), anchor)
-        if fields and self._cache is not None and era == self._controller.era:
+        # the controller may want what it has just located back: see Revoked
+        if fields and self._cache is not None and (era, forgotten) == (self._controller.era, self._forgotten):
             self._cache.keep(query, place)
         return place

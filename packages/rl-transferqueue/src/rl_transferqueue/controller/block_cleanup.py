@@ -19,7 +19,7 @@ class BlockCleanup:
     """Does what `BlockTable` has collected.
 
     Args:
-        on_freed: called when memory became free.
+        on_freed: called when memory became free or idle.
         stored: a backend holds the blocks; their memory is free once the backend has removed them.
     """
 
@@ -83,6 +83,7 @@ class BlockCleanup:
             if not isinstance(answer, Measured) or target is None:
                 self._ledger.end_compaction(block, plan, None, no_gain=not gain)
                 self.run()
+                self._on_freed()
                 return
 
             def copied(done: Answer) -> None:
@@ -91,6 +92,7 @@ class BlockCleanup:
                     self._capacity.give(target)
                 self._ledger.end_compaction(block, plan, (target, answer.header) if ok else None, no_gain=not ok)
                 self.run()
+                self._on_freed()
 
             self._units.send(unit, Copy(plan.source, plan.header, plan.rows, plan.fields, target), copied)
 

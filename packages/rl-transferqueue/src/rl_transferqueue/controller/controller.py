@@ -194,6 +194,7 @@ class Controller:
                     keep_origins=self._rows.consumed is not None,
                 )
                 self._memory.first = self._rows.durable.loads.continue_loading
+                self._memory.make_room = self._rows.durable.loads.make_room
                 callback()
 
         for unit in self._units:
@@ -260,6 +261,7 @@ class Controller:
             contents.tasks,
             self.server.links,
             self._rows.durable.damaged if self._rows.durable is not None else 0,
+            self._rows.durable.loads.evicted if self._rows.durable is not None else 0,
         )
 
     def _metrics(self, *_: object) -> Metrics:

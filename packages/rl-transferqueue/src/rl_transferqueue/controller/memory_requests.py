@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from rl_protocol.errors import CapacityTimeout, RLError
 from rl_transferqueue.controller.memory_accounting.capacity import Capacity, no_units
 from rl_transferqueue.controller.memory_accounting.memory_queue import MemoryQueue
 from rl_transferqueue.controller.memory_accounting.occupancy import Occupancy, by_client
-from rl_transferqueue.controller.rows.block_table import BlockTable
+from rl_transferqueue.controller.rows.block_table import Block, BlockTable
 from rl_transferqueue.controller.sessions import Sessions
 from rl_transferqueue.controller.storage_units import StorageUnits
 from rl_transferqueue.transport.control_server import Caller, Handler
-from rl_transferqueue.wire.messages import NOTICE, Abandon, Answer, Done, Fence, Reclaim, Reserve, Reserved
+from rl_transferqueue.wire.messages import NOTICE, Abandon, Answer, Done, Fence, Reclaim, Reserve, Reserved, Revoked
 from rl_transferqueue.wire.spans import Span
 
 log = logging.getLogger(__name__)
@@ -59,21 +59,26 @@ class MemoryRequests:
         self._queue = MemoryQueue[Caller]()
         self.first: Callable[[], None] | None = None
         """Called before waiting puts get memory that became free."""
+        self.make_room: Callable[[Callable[[], Span | None]], Span | None] | None = None
+        """`RowLoads.make_room`, where rows can leave memory."""
 
     @property
     def handlers(self) -> Mapping[type, Handler]:
         """Message type -> its handler."""
         return {Reserve: self._reserve, Abandon: self._abandon}
 
+    @property
+    def waiting(self) -> int:
+        """Puts that wait."""
+        return len(self._queue)
+
     def serve(self) -> None:
-        """Give memory to waiting puts; call it whenever memory became free."""
+        """Give memory to waiting puts; call it whenever memory became free or idle."""
         if self.first is not None:
             self.first()
         if not self._queue or not self._units:
             return
-        for caller, span in self._queue.serve(
-            lambda put, nbytes: self._capacity.reserve(put.session, nbytes, self._host(put.session))
-        ):
+        for caller, span in self._queue.serve(self._take):
             self._sessions.unpark(caller)
             self._sessions.get(caller.session).unacknowledged.add(caller.request, span)
             self._replies.answer(caller, Reserved(span))
@@ -106,6 +111,16 @@ class MemoryRequests:
                 self._sessions.unpark(caller)
                 self._replies.fail(caller, no_units())
 
+    def _take(self, put: Caller, nbytes: int) -> Span | None:
+        def take() -> Span | None:
+            return self._capacity.reserve(put.session, nbytes, self._host(put.session))
+
+        return take() if self.make_room is None else self.make_room(take)
+
+    def _leased(self) -> Mapping[bytes, Sequence[Block]]:
+        """session -> blocks that only its leases keep in memory, where rows can leave it."""
+        return self._blocks.leased() if self.make_room is not None else {}
+
     def _host(self, session: bytes) -> str:
         return self._sessions.get(session).host
 
@@ -125,8 +140,15 @@ class MemoryRequests:
             self.serve()
 
         self._sessions.park(caller, message.timeout_s, lambda: self._queue.discard(caller), expired)
+        self.ask_holders()
+
+    def ask_holders(self) -> None:
+        """Ask clients for memory that they hold and may not need: reservations, and where rows can
+        leave memory, leases of cached locations."""
         for session in self._capacity.holders():
             self._replies.answer(Caller(session, NOTICE), Reclaim())
+        for session, blocks in self._leased().items():
+            self._replies.answer(Caller(session, NOTICE), Revoked(tuple(block.ref.id for block in blocks)))
 
     def _abandon(self, caller: Caller, message: Abandon) -> None:
         session = self._sessions.get(caller.session)
@@ -157,6 +179,9 @@ class MemoryRequests:
             partitions=self._blocks.by_partition,
             reserved=by_client(self._capacity.holders(), names),
             read=by_client(self._blocks.read_only_by_leases(), names),
+            leased=by_client(
+                {session: sum(it.ref.span.nbytes for it in blocks) for session, blocks in self._leased().items()}, names
+            ),
             waiting=len(self._queue),
             waiting_bytes=self._queue.nbytes,
         )

@@ -21,6 +21,7 @@ from rl_transferqueue.controller.unacknowledged import TakenRows
 from rl_transferqueue.transport.control_server import Caller, Handler
 from rl_transferqueue.wire.arrays import Ints, pack_ints, unpack_ints
 from rl_transferqueue.wire.messages import (
+    NOTICE,
     Changes,
     Claim,
     Clear,
@@ -38,6 +39,7 @@ from rl_transferqueue.wire.messages import (
     Recall,
     Recalled,
     ResetConsumption,
+    Revoked,
     Rows,
     Unload,
     WaitReady,
@@ -134,6 +136,7 @@ class RowRequests:
         self._replies.answer(caller, Committed(packed, spare))
         self._end_put(caller, packed)
         self.cleared(served)
+        self._memory.serve()
 
     def failed(self, caller: Caller, error: RLError) -> None:
         """Part of `Outcomes`."""
@@ -158,6 +161,10 @@ class RowRequests:
     def freed(self) -> None:
         """Part of `Outcomes`."""
         self._memory.serve()
+
+    def short(self) -> None:
+        """Part of `Outcomes`."""
+        self._memory.ask_holders()
 
     def _commit(self, caller: Caller, message: Commit) -> Committed | None:
         session = self._sessions.get(caller.session)
@@ -198,16 +205,17 @@ class RowRequests:
         if self.durable is not None:
             if self.durable.drop_damaged(message.partition, message.keys, message.fields):
                 self._cleanup.run()
-            away = self._ledger.on_disk(message.partition, message.keys, message.fields)
-            if away.size:
-                self._load(self.durable.loads, away, caller, message)
+            if self._ledger.on_disk(message.partition, message.keys, message.fields).size:
+                self._load(self.durable.loads, caller, message)
                 return None
         return self._place(caller, message)
 
-    def _load(self, loads: RowLoads, generations: Ints, caller: Caller, message: Locate) -> None:
-        """Answer a request once these rows are in memory, unless its caller leaves before."""
+    def _load(self, loads: RowLoads, caller: Caller, message: Locate) -> None:
+        """Answer a request once its rows are in memory, unless its caller leaves before."""
         self._sessions.get(caller.session)
-        load = loads.start(generations, lambda error: self._loaded(caller, message, error))
+        load = loads.start(
+            message.partition, message.keys, message.fields, lambda error: self._loaded(caller, message, error)
+        )
 
         def expired() -> None:
             self._replies.fail(caller, loads.late(load, message.partition, message.timeout_s, self._memory.occupancy()))
@@ -223,8 +231,7 @@ class RowRequests:
                 raise error
             if self._ledger.on_disk(message.partition, message.keys, message.fields).size:
                 raise DataLostError(
-                    f"Rows of partition {message.partition!r} are damaged in the journal of the data plane, or left memory again "
-                    "while they were read; put them again."
+                    f"Rows of partition {message.partition!r} are damaged in the journal of the data plane; put them again."
                 )
             self._replies.answer(caller, self._place(caller, message))
         except RLError as failure:
@@ -239,6 +246,9 @@ class RowRequests:
             caller.session, message.lease, message.partition, message.keys, message.fields, generations
         )
         self.columns.located(message.fields, len(message.keys))
+        if self.durable is not None and (self._memory.waiting or self.durable.loads.short):
+            blocks = tuple(ref.id for ref in located.blocks)
+            self._replies.answer(Caller(caller.session, NOTICE), Revoked(blocks))
         return located
 
     def _find_hosts(self, message: FindHosts) -> HostBytes:

@@ -96,6 +96,7 @@ class SessionRequests:
         self._blocks.release(session)
         self._forget(session)
         self._cleanup.run()
+        self._memory.serve()
 
     def _once_gone(self, ended: Session, act: Callable[[], None]) -> None:
         """Act once the client of a session can't touch memory of the plane any more."""
@@ -168,6 +169,7 @@ class SessionRequests:
         self._blocks.release(caller.session, message.leases)
         self._forget(caller.session)
         self._cleanup.run()
+        self._memory.serve()
 
     def _give_back(self, session: bytes, taken: Taken) -> None:
         if isinstance(taken, TakenRows):

@@ -85,6 +85,8 @@ def _counters(stats: PlaneStats, metrics: Metrics) -> Iterator[Metric]:
     yield _labelled(CounterMetricFamily, "rl_tq_moved_bytes", "Bytes of puts and gets.", "link", stats.links)
     text = "Blocks damaged in memory, which were read again from the journal."
     yield CounterMetricFamily("rl_tq_damaged_blocks", text, value=stats.damaged)
+    text = "Blocks that left memory for others, and are read again from the journal."
+    yield CounterMetricFamily("rl_tq_evicted_blocks", text, value=stats.evicted)
     yield CounterMetricFamily("rl_tq_sent_bytes", "Bytes of answers of the controller.", value=metrics.bytes_sent)
 
 

@@ -402,6 +402,8 @@ class Stats(_Message, frozen=True):
     """Bytes that all clients have moved, as they have said with their requests."""
     damaged: Count
     """Blocks that were damaged in memory; their rows were read again from the journal."""
+    evicted: Count
+    """Blocks that left memory for others; the journal has their rows."""
 
 
 class OperationCount(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -452,8 +454,8 @@ class ArenaMemory(_Message, frozen=True):
 
 
 class Revoked(_Message, frozen=True):
-    """These blocks have no rows any more but are held by leases of the session: drop cached
-    locations."""
+    """These blocks are held by leases of the session, and have no rows any more, or others wait for
+    memory: drop cached locations."""
 
     blocks: tuple[Count, ...]
 

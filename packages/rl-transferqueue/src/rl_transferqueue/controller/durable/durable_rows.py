@@ -64,6 +64,10 @@ class Outcomes(Protocol):
         """Memory became free."""
         ...
 
+    def short(self) -> None:
+        """A read waits for memory."""
+        ...
+
 
 @dataclass(slots=True)
 class _Change:
@@ -95,7 +99,7 @@ class DurableRows:
 
     Attributes:
         damaged: blocks that differed so far.
-        loads: of rows that are read while they are on the disk alone.
+        loads: of rows that are read while they are on the disk alone; they make room for others.
     """
 
     ledger: Ledger
@@ -113,7 +117,9 @@ class DurableRows:
     loads: RowLoads = field(init=False)
 
     def __post_init__(self) -> None:
-        self.loads = RowLoads(self.ledger, self.capacity, self.journal.read, self.memory, self._digest)
+        self.loads = RowLoads(
+            self.ledger, self.capacity, self.journal.read, self.memory, self._digest, self.outcomes.short
+        )
 
     def put(self, caller: Caller, message: Commit) -> None:
         """Write a put, whose block the session has reserved.

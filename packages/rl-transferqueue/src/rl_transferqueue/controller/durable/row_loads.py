@@ -1,11 +1,18 @@
-"""Rows that are read from the journal into memory, once there is room."""
+"""Rows that are read from the journal into memory, and those that leave memory for them.
+
+All blocks are in the journal, so a block that no lease holds can leave memory. Columns of a row
+that changed while the journal was read are read again: they may be older than the row.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias
+
+import numpy as np
 
 from rl_protocol.errors import CapacityTimeout, OutputError, PlaneTimeout, RLError
 from rl_transferqueue.controller.durable.journal_thread import Read
@@ -23,13 +30,22 @@ PAYLOAD = "payload"
 
 @dataclass(eq=False, slots=True)
 class RowLoad:
-    """One request for rows of the journal."""
+    """One request for columns of rows of which the journal alone has some."""
 
+    partition: str
+    keys: Sequence[str]
+    fields: Sequence[str]
     done: Loaded
+    asked: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Generations that the journal was asked for ..."""
+    since: int = 0
+    """... in this version of the ledger."""
     puts: list[PutRecord] | None = None
     """Puts to be loaded, the newest last; None: the journal is still being read."""
     left: bool = False
     """Nobody waits for it any more."""
+    short: bool = False
+    """It has found no memory."""
 
 
 @dataclass(slots=True)
@@ -41,6 +57,10 @@ class RowLoads:
         read: `Journal.read` in the journal's thread.
         memory: bytes of a span.
         digest: of the payload of a block, see `Block`.
+        on_short: called when a load begins to wait for memory.
+
+    Attributes:
+        evicted: blocks that left memory for others so far.
     """
 
     ledger: Ledger
@@ -48,30 +68,21 @@ class RowLoads:
     read: Callable[[Sequence[int], Read], None]
     memory: Callable[[Span], memoryview]
     digest: Callable[[memoryview], bytes]
+    on_short: Callable[[], None]
+    evicted: int = 0
     _waiting: deque[RowLoad] = field(default_factory=deque[RowLoad])
 
-    def start(self, generations: Ints, done: Loaded) -> RowLoad:
-        """Bring rows from the journal to memory, as soon as there is room; then call `done`, with
-        the error that prevented it or None, unless the load was left."""
-        load = RowLoad(done)
+    @property
+    def short(self) -> bool:
+        """Whether the first load waits for memory."""
+        return bool(self._waiting) and self._waiting[0].short
 
-        def found(puts: tuple[PutRecord, ...] | OutputError) -> None:
-            if load.left:
-                return
-            if isinstance(puts, OutputError):
-                done(puts)
-                return
-            try:
-                for put in puts:
-                    self.capacity.check_size(len(put.columns[PAYLOAD]))
-            except RLError as error:
-                done(error)
-                return
-            load.puts = list(puts)
-            self._waiting.append(load)
-            self.continue_loading()
-
-        self.read(generations.tolist(), found)
+    def start(self, partition: str, keys: Sequence[str], fields: Sequence[str], done: Loaded) -> RowLoad:
+        """Bring these columns from the journal to memory, as soon as there is room; then call
+        `done`, with the error that prevented it or None, unless the load was left."""
+        load = RowLoad(partition, keys, fields, done)
+        self._waiting.append(load)
+        self._read(load, self._away(load))
         return load
 
     def leave(self, load: RowLoad) -> None:
@@ -82,9 +93,39 @@ class RowLoads:
             self._waiting.remove(load)
 
     def continue_loading(self) -> None:
-        """Load what waits for memory; call it when memory became free."""
-        while self._waiting and self._load(self._waiting[0].puts or []):
+        """Load what waits for memory; call it when memory became free or idle."""
+        while self._waiting:
+            load = self._waiting[0]
+            if load.puts is None:
+                return
+            if not self._load(load.puts, load.since):
+                if not load.short:
+                    load.short = True
+                    self.on_short()
+                return
+            away = self._away(load)
+            if not np.isin(away, load.asked).all() or not self.ledger.unchanged(load.partition, away, load.since):
+                self._read(load, away)
+                return
             self._waiting.popleft().done(None)
+
+    def make_room(self, take: Callable[[], Span | None]) -> Span | None:
+        """What `take` returns once enough blocks have left memory, those used longest ago first;
+        None: the others are held by leases, or by the load that waits first."""
+        span = take()
+        if span is not None:
+            return span
+        first = self._waiting[0] if self._waiting else None
+        blocks = self.ledger.blocks
+        kept = {it.ref.slot for it in self.ledger.blocks_of(first.partition, first.keys, first.fields)} if first else ()
+        blocks.retry_compactions()
+        while span is None and (block := blocks.longest_idle(kept)) is not None:
+            self.ledger.unload_block(block)
+            self.evicted += 1
+            for ref in blocks.take_released():
+                self.capacity.give(ref.span)
+            span = take()
+        return span
 
     def late(self, load: RowLoad, partition: str, timeout_s: float, held: Occupancy) -> RLError:
         """The error of a read that waited `timeout_s` seconds for a load."""
@@ -93,25 +134,48 @@ class RowLoads:
                 f"Rows of partition {partition!r} were not read from the journal of the data plane within {timeout_s:.3g} s: its disk is "
                 "slow or busy. Raise TransferQueueConfig.timeout_s, or set TransferQueueConfig.journal_dir to a faster disk."
             )
-        sizes = [rounded(len(put.columns[PAYLOAD])) for put in load.puts if self.ledger.wants(put)]
+        sizes = [rounded(len(put.columns[PAYLOAD])) for put in load.puts if self.ledger.wants(put, load.since)]
         newest = sizes[-1] if sizes else 0
         return CapacityTimeout(
             f"A read of rows of partition {partition!r} that are on the disk alone needs {newest} bytes in one piece for the next of {len(sizes)} "
             f"puts ({sum(sizes)} bytes in all), and not enough became free within {timeout_s:.3g} s: {self.capacity.room()}. {held} "
-            "Clear rows that are done with, free the memory of rows that are not read now (`unload`), read fewer rows at a time, or raise "
-            "TransferQueueConfig.capacity_mb."
+            "Drop batches that are done with, read fewer rows at a time, or raise TransferQueueConfig.capacity_mb."
         )
 
-    def _load(self, puts: list[PutRecord]) -> bool:
+    def _away(self, load: RowLoad) -> Ints:
+        return self.ledger.on_disk(load.partition, load.keys, load.fields)
+
+    def _read(self, load: RowLoad, away: Ints) -> None:
+        """Ask the journal for rows of a load that waits."""
+        load.asked, load.since, load.puts = away, self.ledger.version, None
+
+        def found(puts: tuple[PutRecord, ...] | OutputError) -> None:
+            if load.left:
+                return
+            try:
+                if isinstance(puts, OutputError):
+                    raise puts
+                for put in puts:
+                    self.capacity.check_size(len(put.columns[PAYLOAD]))
+            except RLError as error:
+                self._waiting.remove(load)
+                load.done(error)
+            else:
+                load.puts = list(puts)
+            self.continue_loading()
+
+        self.read(away.tolist(), found)
+
+    def _load(self, puts: list[PutRecord], since: int) -> bool:
         """Load puts from the newest to the oldest, and remove them from the list; returns whether
         there was room for all."""
         while puts:
-            if self.ledger.wants(puts[-1]):
+            if self.ledger.wants(puts[-1], since):
                 payload = puts[-1].columns[PAYLOAD]
-                block = self.capacity.take_any(len(payload))
+                block = self.make_room(partial(self.capacity.take_any, len(payload)))
                 if block is None:
                     return False
                 self.memory(block)[: len(payload)] = payload
-                self.ledger.load(puts[-1], block, self.digest(self.memory(block)[: len(payload)]))
+                self.ledger.load(puts[-1], block, since, self.digest(self.memory(block)[: len(payload)]))
             puts.pop()
         return True

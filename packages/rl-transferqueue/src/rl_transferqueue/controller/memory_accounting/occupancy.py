@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _NAMED = 3
 """Holders of one kind that are named; the others are summed up."""
@@ -24,6 +24,8 @@ class Occupancy:
     """Reserved and not committed, by client."""
     read: Mapping[str, int]
     """Of blocks whose rows were cleared or replaced, by client that still reads them."""
+    leased: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Of blocks with rows that leases keep in memory, by client; only where rows can leave it."""
     waiting: int
     """Other puts that wait for memory."""
     waiting_bytes: int
@@ -33,6 +35,7 @@ class Occupancy:
             ("Held by rows", {f"partition {name!r}": nbytes for name, nbytes in self.partitions.items()}),
             ("Reserved for puts", self.reserved),
             ("Cleared, but still read", self.read),
+            ("Kept in memory by readers", self.leased),
         )
         lines = [f"{what}: {_largest(holders)}." for what, holders in parts if holders]
         if self.waiting:

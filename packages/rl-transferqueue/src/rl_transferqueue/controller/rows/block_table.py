@@ -7,7 +7,8 @@ one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -72,6 +73,8 @@ class BlockTable:
     _free_slots: list[int] = field(default_factory=list[int])
     _headers: dict[bytes, _Shared] = field(default_factory=dict[bytes, _Shared])
     """Blocks with equal headers share one object."""
+    _idle: OrderedDict[int, Block] = field(default_factory=OrderedDict[int, Block])
+    """Blocks with rows that no lease holds, by slot; the one used longest ago first."""
     _rowless: dict[int, Block] = field(default_factory=dict[int, Block])
     """Blocks without rows that are not released yet, by slot."""
     _leases: dict[bytes, dict[int, tuple[int, ...]]] = field(default_factory=dict[bytes, dict[int, tuple[int, ...]]])
@@ -93,7 +96,7 @@ class BlockTable:
             shared = self._headers[header] = _Shared(header)
         shared.blocks += 1
         block = Block(BlockRef(self.last_id, span, slot), shared.header, partition, cells, cells)
-        self.blocks[slot] = block
+        self.blocks[slot] = self._idle[slot] = block
         self.used += span.nbytes
         self.by_partition[partition] = self.by_partition.get(partition, 0) + span.nbytes
         return block
@@ -126,6 +129,7 @@ class BlockTable:
         self._leases.setdefault(session, {})[lease] = held
         for slot in held:
             block = self.blocks[slot]
+            self._idle.pop(slot, None)
             if block.holders is None:
                 block.holders = {}
             block.holders[session] = block.holders.get(session, 0) + 1
@@ -146,9 +150,22 @@ class BlockTable:
                 block.holders[session] -= 1
                 if not block.holders[session]:
                     del block.holders[session]
+                if block.cells and not block.holders:
+                    self._idle[slot] = block
                 self._settle(block)
         if not mine:
             self._leases.pop(session, None)
+
+    def leased(self) -> dict[bytes, list[Block]]:
+        """session -> blocks with rows that its leases hold."""
+        held = {session: {it for slots in leases.values() for it in slots} for session, leases in self._leases.items()}
+        blocks = {session: [self.blocks[slot] for slot in sorted(slots)] for session, slots in held.items()}
+        return {session: rows for session, its in blocks.items() if (rows := [it for it in its if it.cells])}
+
+    def longest_idle(self, kept: Container[int]) -> Block | None:
+        """The block, not in the slots `kept`, that was used longest ago, of those that would be
+        released without their rows; None: there is none."""
+        return next((it for slot, it in self._idle.items() if slot not in kept and not it.compacting), None)
 
     def read_only_by_leases(self) -> dict[bytes, int]:
         """session -> bytes of blocks without rows that it holds; counted for each session that
@@ -209,6 +226,7 @@ class BlockTable:
         self._sparse.pop(slot, None)
         if self.blocks.get(slot) is not block:
             return
+        self._idle.pop(slot, None)
         if slot not in self._rowless:
             self._rowless[slot] = block
             self._left(block)

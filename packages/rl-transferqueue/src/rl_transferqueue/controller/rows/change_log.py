@@ -58,6 +58,10 @@ class ChangeLog:
         slots = np.flatnonzero((self._changed[: alive.size] > since) & alive)
         return slots[np.argsort(self._changed[slots], kind="stable")]
 
+    def unchanged(self, slots: Ints, since: int) -> Bools:
+        """Which of the rows have not changed after that version."""
+        return self._changed[slots] <= since
+
     def removed(self, since: int, present: Container[str]) -> list[str]:
         """Keys that were cleared after that version and are not `present` now."""
         gone: dict[str, None] = {}

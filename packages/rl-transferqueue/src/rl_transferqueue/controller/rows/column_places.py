@@ -71,11 +71,12 @@ class ColumnPlaces:
             moved += int(at.size) * cells.columns
         return moved
 
-    def unload(self, slots: Ints) -> Places:
-        """The columns of the rows leave memory; returns where they were."""
+    def unload(self, slots: Ints, block: int | None = None) -> Places:
+        """The columns of the rows leave memory, or those of them in one block; returns where they
+        were."""
         before: Places = []
         for cells in self._families:
-            there = slots[cells.block[slots] > 0]
+            there = slots[cells.block[slots] > 0 if block is None else cells.block[slots] == block]
             before.append((_overwrite(cells, there, ON_DISK), cells.columns))
         return before
 

@@ -205,10 +205,11 @@ class Ledger:
         return [self.blocks.blocks[slot] for slot in table.columns.blocks_of(table.find(keys)[0], fields)]
 
     def unload_block(self, block: Block) -> int:
-        """The journal has all rows of a block: their columns leave memory; returns how many."""
+        """The journal has all that lies in a block, which leaves memory; returns of how many
+        rows."""
         table = self._partitions.get(block.partition)
         slots = table.columns.rows_in(block.ref.slot)
-        self.blocks.drop_cells(table.columns.unload(slots))
+        self.blocks.drop_cells(table.columns.unload(slots, block.ref.slot))
         return int(slots.size)
 
     def on_disk(self, partition: str, keys: Sequence[str], fields: Sequence[str]) -> Ints:
@@ -217,26 +218,39 @@ class Ledger:
         slots = table.find(keys)[0]
         return table.generations(slots[table.columns.on_disk(slots, fields)])
 
-    def wants(self, put: PutRecord) -> bool:
-        """Whether the put has columns of rows that are on the disk alone."""
-        return bool(self._unloaded(put)[0].size)
+    @property
+    def version(self) -> int:
+        """Grows with every change of a row."""
+        return self._partitions.version
 
-    def load(self, put: PutRecord, block: Span, digest: bytes = b"") -> None:
+    def wants(self, put: PutRecord, since: int) -> bool:
+        """Whether the put has columns of rows that are on the disk alone, and have not changed
+        after version `since`, in which the journal was read."""
+        return bool(self._unloaded(put, since)[0].size)
+
+    def load(self, put: PutRecord, block: Span, since: int, digest: bytes = b"") -> None:
         """The columns of a put that `wants` has named are in this block again. Of several puts of
         a row, the newest comes first; `digest` is that of the block's payload, see `Block`."""
-        slots, rows = self._unloaded(put)
+        slots, rows = self._unloaded(put, since)
         table = self._partitions.get(put.partition)
         made = self.blocks.add(block, put.header, put.partition, 0)
         made.digest = digest
         made.cells = made.full_cells = table.columns.load(_names(put.header), slots, made.ref.slot, rows)
 
-    def _unloaded(self, put: PutRecord) -> tuple[Ints, Ints]:
+    def unchanged(self, partition: str, generations: Ints, since: int) -> bool:
+        """Whether none of these rows has changed after version `since`; cleared rows are
+        ignored."""
+        table = self._partitions.get(partition)
+        return bool(table.changes.unchanged(table.find_generations(generations), since).all())
+
+    def _unloaded(self, put: PutRecord, since: int) -> tuple[Ints, Ints]:
         """Slots of the rows that have a column of the put on the disk alone, and which rows of the
-        put these are."""
+        put these are; see `wants`."""
         table, generations = self._partitions.get(put.partition), np.array(put.generations, np.int64)
         slots = table.find_generations(generations)
         rows = np.flatnonzero(np.isin(generations, table.generations(slots)))
         away = table.columns.on_disk(slots, _names(put.header) if put.header else ())
+        away &= table.changes.unchanged(slots, since)
         return slots[away], rows[away]
 
     def clear(self, partition: str, keys: Sequence[str] | None) -> tuple[int, Served]:
