@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
+from operator import itemgetter
 from typing import Self, TypeAlias, TypeVar, cast, overload
 
 import numpy as np
@@ -168,17 +170,22 @@ class KVBatchMeta(RowOps):
         Raises:
             UnknownNameError: a row lacks that tag.
         """
-        for key, tag in zip(self.keys, self.tags or ({},) * len(self), strict=True):
-            if name not in tag:
-                raise UnknownNameError(f"Row {key!r} has no tag {name!r}; it has {sorted(tag)}.")
-        return [tag[name] for tag in self.tags]
+        tags = self.tags or ({},) * len(self)
+        try:
+            return list(map(itemgetter(name), tags))
+        except KeyError:
+            key, tag = next((key, tag) for key, tag in zip(self.keys, tags, strict=True) if name not in tag)
+            raise UnknownNameError(f"Row {key!r} has no tag {name!r}; it has {sorted(tag)}.") from None
 
     def select_rows(self, rows: Indices) -> Self:
         """The rows in the given order, with their tags."""
         index = check_indices(rows, len(self)).tolist()
-        tags = tuple(self.tags[i] for i in index) if self.tags else ()
-        generations = tuple(self.generations[i] for i in index) if self.generations else ()
-        return replace(self, keys=tuple(self.keys[i] for i in index), tags=tags, generations=generations)
+        return replace(
+            self,
+            keys=_chosen(self.keys, index),
+            tags=_chosen(self.tags, index),
+            generations=_chosen(self.generations, index),
+        )
 
     def select_keys(self, keys: Sequence[str]) -> Self:
         """The named rows in the given order.
@@ -186,13 +193,14 @@ class KVBatchMeta(RowOps):
         Raises:
             UnknownNameError: a key is not in this batch.
         """
-        place = {key: i for i, key in enumerate(self.keys)}
-        missing = [key for key in keys if key not in place]
-        if missing:
+        place = dict(zip(self.keys, range(len(self)), strict=True))
+        try:
+            return self.select_rows(list(map(place.__getitem__, keys)))
+        except KeyError:
+            missing = [key for key in keys if key not in place]
             raise UnknownNameError(
                 f"{len(missing)} keys are not in this batch of partition {self.partition!r}, the first is {missing[0]!r}."
-            )
-        return self.select_rows([place[key] for key in keys])
+            ) from None
 
     def select_fields(self, names: Sequence[str]) -> Self:
         """The same rows, restricted to these columns.
@@ -266,10 +274,15 @@ class KVBatchMeta(RowOps):
         known = any(part.generations for part in parts)
         return replace(
             first,
-            keys=tuple(key for part in parts for key in part.keys),
-            tags=tuple(tag for part in parts for tag in part.tags),
-            generations=tuple(number for part in parts for number in _generations(part)) if known else (),
+            keys=tuple(chain.from_iterable(part.keys for part in parts)),
+            tags=tuple(chain.from_iterable(part.tags for part in parts)),
+            generations=tuple(chain.from_iterable(map(_generations, parts))) if known else (),
         )
+
+
+def _chosen(values: Sequence[T], index: Sequence[int]) -> tuple[T, ...]:
+    """Values of these rows; none if no row has one."""
+    return tuple(map(tuple(values).__getitem__, index)) if values else ()
 
 
 def _generations(meta: KVBatchMeta) -> Sequence[int]:

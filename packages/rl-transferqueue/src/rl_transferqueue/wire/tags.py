@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 
 import numpy as np
 
@@ -26,7 +27,7 @@ def to_columns(keys: Sequence[str], tags: Sequence[Tag]) -> tuple[TagColumn, ...
         return tuple(TagColumn(name, (check_tag(keys[0], name, value),)) for name, value in tags[0].items())
     names = tags[0].keys() if tags else ()
     if all(tag.keys() == names for tag in tags):
-        return tuple(TagColumn(name, _checked(keys, name, [tag[name] for tag in tags])) for name in names)
+        return tuple(TagColumn(name, _checked(keys, name, tuple(map(itemgetter(name), tags)))) for name in names)
     values: dict[str, list[Scalar]] = {}
     rows: dict[str, list[int]] = {}
     for i, (key, tag) in enumerate(zip(keys, tags, strict=True)):
@@ -39,12 +40,12 @@ def to_columns(keys: Sequence[str], tags: Sequence[Tag]) -> tuple[TagColumn, ...
     )
 
 
-def _checked(keys: Sequence[str], name: str, values: Sequence[Scalar]) -> tuple[Scalar, ...]:
+def _checked(keys: Sequence[str], name: str, values: tuple[Scalar, ...]) -> tuple[Scalar, ...]:
     """The values of one tag, checked."""
-    if not {type(value) for value in values} <= _ALWAYS_LEGAL:
+    if not set(map(type, values)) <= _ALWAYS_LEGAL:
         for key, value in zip(keys, values, strict=True):
             check_tag(key, name, value)
-    return tuple(values)
+    return values
 
 
 def to_rows(columns: Sequence[TagColumn], size: int) -> tuple[Tag, ...]:
