@@ -19,9 +19,16 @@ def book(sizes: dict[str, int] | None = None, *, per: int = 2, **settings: objec
     return out
 
 
+def settled(b: GroupBook, uid: str, attempt: int, session: int, rows: int, reason: str = "") -> bool:
+    """Settle one session; whether it was in time."""
+    late = b.settle(uid, attempt, [session], rows, reason)
+    assert late in ([], [session])
+    return not late
+
+
 def settle_all(b: GroupBook, lease: Lease, failed: int = 0) -> None:
     for i, session in enumerate(lease.sessions):
-        assert b.settle(lease.uid, lease.attempt, session, 0 if i < failed else 1, "broken" if i < failed else "")
+        assert settled(b, lease.uid, lease.attempt, session, 0 if i < failed else 1, "broken" if i < failed else "")
 
 
 def uids(groups: list[Group] | None) -> list[str]:
@@ -34,10 +41,10 @@ def test_a_group_is_taken_whole_and_the_oldest_go_first() -> None:
     b = book({"a": 2, "b": 1, "c": 1}, per=1, max_staleness=5)
     first, second, third = b.start(9, 0, 0.0)
     settle_all(b, third)
-    assert b.settle("a", 0, 0, 3)
+    assert settled(b, "a", 0, 0, 3)
     assert b.counts() == {"pending": 0, "running": 2, "finished": 1, "failed": 0, "taken": 0}
     settle_all(b, second)
-    assert b.settle("a", 0, 1, 1)
+    assert settled(b, "a", 0, 1, 1)
     taken = b.take(2, 0)
     assert uids(taken) == ["a", "b"]
     assert taken is not None
@@ -56,8 +63,8 @@ def test_refill_restarts_with_other_sessions_and_refuses_late_ones() -> None:
     assert (b.counts()["pending"], b.abandoned) == (1, [("a", 0)])
     (again,) = b.start(1, 0, 0.0)
     assert (again.attempt, again.sessions) == (1, (2, 3))
-    assert not b.settle("a", 0, 1, 5)
-    assert not b.settle("a", 1, 0, 5)
+    assert not settled(b, "a", 0, 1, 5)
+    assert not settled(b, "a", 1, 0, 5)
     settle_all(b, again)
     assert uids(b.take(1, 0)) == ["a"]
 
@@ -79,10 +86,10 @@ def test_after_the_last_attempt_a_group_is_failed_and_take_says_so_until_it_is_d
 def test_fail_fails_at_the_first_broken_session_once_all_have_settled() -> None:
     b = book({"a": 3}, on_failure="fail")
     (lease,) = b.start(1, 0, 0.0)
-    assert b.settle("a", 0, 0, 0, "boom")
+    assert settled(b, "a", 0, 0, 0, "boom")
     assert b.counts()["running"] == 1
-    assert b.settle("a", 0, 1, 1)
-    assert b.settle("a", 0, 2, 1)
+    assert settled(b, "a", 0, 1, 1)
+    assert settled(b, "a", 0, 2, 1)
     assert b.counts()["failed"] == 1
     assert b.abandoned == []
     assert lease.attempt == 0
@@ -100,7 +107,7 @@ def test_a_lease_ends_and_the_policy_decides() -> None:
     for policy, status in (("fail", "failed"), ("refill", "pending"), ("accept_partial", "finished")):
         b = book({"a": 2}, on_failure=policy, lease_s=10.0)
         b.start(1, 0, 5.0)
-        b.settle("a", 0, 1, 1)
+        settled(b, "a", 0, 1, 1)
         assert b.next_expiry() == 15.0
         b.expire(14.9)
         assert b.groups["a"].status == "running"
@@ -108,20 +115,33 @@ def test_a_lease_ends_and_the_policy_decides() -> None:
         assert b.groups["a"].status == status
         assert "sessions [0]" in b.groups["a"].reason
         assert b.next_expiry() is None
-        assert b.settle("a", 0, 0, 1) is False
-        assert b.settle("a", 0, 1, 1) is (policy != "refill")
+        assert settled(b, "a", 0, 0, 1) is False
+        assert settled(b, "a", 0, 1, 1) is (policy != "refill")
 
 
 def test_settling_twice_counts_once() -> None:
     b = book({"a": 2})
     b.start(1, 0, 0.0)
-    assert b.settle("a", 0, 0, 2)
-    assert b.settle("a", 0, 0, 2)
+    assert settled(b, "a", 0, 0, 2)
+    assert settled(b, "a", 0, 0, 2)
     assert b.counts()["running"] == 1
-    assert b.settle("a", 0, 1, 2)
+    assert settled(b, "a", 0, 1, 2)
     b.take(1, 0)
-    assert b.settle("a", 0, 1, 2)
+    assert settled(b, "a", 0, 1, 2)
     assert b.groups["a"].settled == {0: 2, 1: 2}
+
+
+def test_sessions_that_ended_alike_settle_together_and_only_late_ones_are_named() -> None:
+    b = book({"a": 4})
+    b.start(1, 0, 0.0)
+    assert b.settle("a", 0, [1, 2], 0, "boom") == []
+    assert b.groups["a"].reason == "session 2: boom"
+    assert b.settle("a", 0, [0, 1, 7], 2) == [7], "1 is settled already, and 7 is of another attempt"
+    assert b.groups["a"].settled == {0: 2, 1: 0, 2: 0}, "the first result of a session counts"
+    assert b.groups["a"].row_keys == ["a/0/0", "a/0/1"]
+    assert b.settle("a", 0, [3, 9], 1) == [9]
+    assert (b.groups["a"].status, b.groups["a"].attempt) == ("pending", 1)
+    assert b.settle("a", 0, [0, 3], 1) == [0, 3], "the attempt is over"
 
 
 def test_drop_refills_what_is_too_old() -> None:
@@ -241,7 +261,7 @@ class GroupLife(RuleBasedStateMachine):
             session = data.draw(st.sampled_from(lease.sessions))
             group = self.book.groups.get(lease.uid)
             before, attempt = (dict(group.settled), group.attempt) if group else ({}, -1)
-            counted = self.book.settle(lease.uid, lease.attempt, session, rows, "boom")
+            counted = settled(self.book, lease.uid, lease.attempt, session, rows, "boom")
             if not counted and group:
                 assert group.settled == before
             if attempt != lease.attempt:
@@ -254,7 +274,7 @@ class GroupLife(RuleBasedStateMachine):
         self.start(count, 0)
         for lease in self.leases[-3 if lucky else 0 :]:
             for session in lease.sessions:
-                self.book.settle(lease.uid, lease.attempt, session, 1)
+                settled(self.book, lease.uid, lease.attempt, session, 1)
         self.take(2)
 
     @rule(seconds=st.floats(0, 12))
@@ -298,7 +318,7 @@ class GroupLife(RuleBasedStateMachine):
     def give_up(self, which: int) -> None:
         group = list(self.book.groups.values())[which % len(self.book.groups)]
         assert self.book.forget([group.uid]) == [group]
-        assert not self.book.settle(group.uid, group.attempt, group.sessions[0], 1)
+        assert not settled(self.book, group.uid, group.attempt, group.sessions[0], 1)
         self.gone += 1
 
     @invariant()
@@ -319,7 +339,7 @@ class GroupLife(RuleBasedStateMachine):
         for _ in range(4 * (self.added + 2)):
             for lease in [*self.leases, *self._lease_all()]:
                 for session in lease.sessions:
-                    self.book.settle(lease.uid, lease.attempt, session, 1)
+                    settled(self.book, lease.uid, lease.attempt, session, 1)
             self.discard()
             left = self.added - self.gone
             if left >= 2 - self.batches:

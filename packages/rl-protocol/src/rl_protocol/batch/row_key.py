@@ -16,6 +16,11 @@ _NUMBER = f"(0|[1-9][0-9]{{0,{MAX_DIGITS - 1}}})"
 _CANONICAL = re.compile(f"([^{SEPARATOR}]+){SEPARATOR}{_NUMBER}{SEPARATOR}{_NUMBER}")
 
 
+def key_text(uid: str, session: int, index: int) -> str:
+    """The text form of a row key that is known to be valid, without the checks of `RowKey`."""
+    return f"{uid}{SEPARATOR}{session}{SEPARATOR}{index}"
+
+
 class RowKey(msgspec.Struct, frozen=True, order=True):
     """Key of one trajectory row.
 
@@ -49,7 +54,7 @@ class RowKey(msgspec.Struct, frozen=True, order=True):
     @property
     def text(self) -> str:
         """The canonical text form, used as the key in the data plane."""
-        return f"{self.uid}{SEPARATOR}{self.session}{SEPARATOR}{self.index}"
+        return key_text(self.uid, self.session, self.index)
 
     @classmethod
     def parse(cls, text: str) -> RowKey:

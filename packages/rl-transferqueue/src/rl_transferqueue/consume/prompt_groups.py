@@ -19,7 +19,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from rl_protocol.batch.row_key import RowKey
+from rl_protocol.batch.row_key import key_text
 from rl_protocol.errors import BatchError, ConfigError, RolloutError
 from rl_protocol.ports import GroupFailure, GroupStatus, Lease
 from rl_protocol.ports.replay import Outcome
@@ -82,19 +82,19 @@ class Group:
     """Rows by session of this attempt; 0 for a session that failed."""
 
     @property
-    def sessions(self) -> tuple[int, ...]:
+    def sessions(self) -> range:
         """Session numbers of this attempt."""
-        return tuple(range(self.attempt * self.size, (self.attempt + 1) * self.size))
+        return range(self.attempt * self.size, (self.attempt + 1) * self.size)
 
     @property
     def good(self) -> list[int]:
         """Sessions that have rows, ascending."""
-        return sorted(session for session, rows in self.settled.items() if rows)
+        return [session for session, rows in sorted(self.settled.items()) if rows]
 
     @property
     def row_keys(self) -> list[str]:
         """Keys of the trajectories of this attempt, session by session."""
-        return [RowKey(self.uid, session, i).text for session in self.good for i in range(self.settled[session])]
+        return [key_text(self.uid, session, i) for session in self.good for i in range(self.settled[session])]
 
 
 class GroupBook:
@@ -175,27 +175,29 @@ class GroupBook:
             group.status, group.lease_until = "running", now + self.config.lease_s
             group.settled = {}
             self.changed.add(group.uid)
-            leases.append(Lease(self.partition, group.uid, group.attempt, group.sessions, version, self.config.lease_s))
+            sessions = tuple(group.sessions)
+            leases.append(Lease(self.partition, group.uid, group.attempt, sessions, version, self.config.lease_s))
         return leases
 
-    def settle(self, uid: str, attempt: int, session: int, rows: int, reason: str = "") -> bool:
-        """Record that a session has ended with `rows` rows, or failed (0 rows). May be repeated.
+    def settle(self, uid: str, attempt: int, sessions: Sequence[int], rows: int, reason: str = "") -> list[int]:
+        """Record that each of these sessions has ended with `rows` rows, or failed (0 rows). May be
+        repeated.
 
         Returns:
-            False if the session came too late, so that its rows must be cleared.
+            The sessions that came too late, so that their rows must be cleared.
         """
         if self.is_over(uid, attempt):
-            return False
+            return list(sessions)
         group = self.groups[uid]
-        if session in group.settled:
-            return True
-        if group.status != "running" or session not in group.sessions:
-            return False
-        group.settled[session] = rows
-        group.reason = group.reason if rows else f"session {session}: {reason}"
-        if len(group.settled) == group.size:
-            self._conclude(group)
-        return True
+        own = group.sessions if group.status == "running" else ()
+        new = [session for session in sessions if session not in group.settled]
+        counted = [session for session in new if session in own]
+        if counted:
+            group.settled |= dict.fromkeys(counted, rows)
+            group.reason = group.reason if rows else f"session {counted[-1]}: {reason}"
+            if len(group.settled) == group.size:
+                self._conclude(group)
+        return [session for session in new if session not in own]
 
     def is_over(self, uid: str, attempt: int) -> bool:
         """Whether no session of an attempt counts: the group is gone, or begins again."""

@@ -239,7 +239,7 @@ class ReplayBuffer:
 
     async def _count(self, result: _Result) -> None:
         uid, rows = result.uid, result.rows
-        late = [s for s in result.sessions if not self._book.settle(uid, result.attempt, s, rows, result.reason)]
+        late = self._book.settle(uid, result.attempt, result.sessions, rows, result.reason)
         if self._book.is_over(uid, result.attempt):
             await self._clear_rows({"uid": uid, "attempt": result.attempt})
             return
