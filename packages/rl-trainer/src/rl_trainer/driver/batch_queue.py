@@ -8,10 +8,12 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import numpy as np
+
 from rl_protocol import DataLostError, KVBatchMeta, RLError, RolloutError
 from rl_trainer.algorithms.metrics import stats
 from rl_trainer.asyncio_tasks import deadline
-from rl_trainer.workers.columns import newest_version
+from rl_trainer.workers.columns import weight_versions
 
 Batch = TypeVar("Batch")
 MOST_STAGES = 100
@@ -325,18 +327,16 @@ class Staleness:
         Raises:
             RolloutError: a trajectory has no version.
         """
-        oldest, newest = list[int](), list[int]()
-        for key, tag in zip(rows.keys, rows.tags or ({},) * len(rows), strict=True):
-            first = tag.get("version")
-            if first is None:
-                raise RolloutError(f"Row {key!r} has no tag `version`: the weights that generated it are unknown.")
-            oldest.append(version - int(first))
-            newest.append(version - (newest_version(tag) or 0))
-        return cls(oldest=oldest, newest=newest)
+        oldest, newest = weight_versions(rows.tags or ({},) * len(rows))
+        if None in oldest:
+            key = rows.keys[oldest.index(None)]
+            raise RolloutError(f"Row {key!r} has no tag `version`: the weights that generated it are unknown.")
+        ages = version - np.array([oldest, newest], np.int64)
+        return cls(oldest=ages[0].tolist(), newest=ages[1].tolist())
 
     def metrics(self) -> dict[str, float]:
         """Under verl's names."""
-        spans = [1 + old - new for old, new in zip(self.oldest, self.newest, strict=True)]
+        spans = 1 + np.subtract(self.oldest, self.newest)
         return {
             **stats("training/off_policy/trajectory_spans", spans),
             **stats("training/off_policy/trajectory_staleness", self.newest),

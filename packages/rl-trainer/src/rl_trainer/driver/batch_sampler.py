@@ -58,7 +58,7 @@ class Sampled:
     @property
     def oldest(self) -> int | None:
         """Version of the oldest token; None: there is no row."""
-        return min(int(version or 0) for version in self.rows.tag_values("version")) if self.rows else None
+        return min(int(version or 0) for version in set(self.rows.tag_values("version"))) if self.rows else None
 
     @property
     def row_scores(self) -> dict[int, tuple[float, float]]:

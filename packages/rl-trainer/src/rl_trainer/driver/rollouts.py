@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from rl_protocol import ConfigError, DataLostError, KVBatchMeta, PlaneTimeout, RLError, RolloutError, WorkerDiedError
+from rl_protocol.batch.row_key import key_text
 from rl_protocol.ports import DataPlane, GroupFailure, Lease, ReplayBuffer, SessionResult, settle
 from rl_protocol.rl_columns import prompt_partition
 from rl_trainer.algorithms.staleness_policy import StalenessPolicy
@@ -18,7 +19,7 @@ from rl_trainer.driver.batch_queue import MOST_STAGES
 from rl_trainer.driver.replica_gate import Permits, ReplicaGate
 from rl_trainer.driver.rollout_router import Router, imbalance, roll_out
 from rl_trainer.driver.stage_calls import WorkerHandle, call
-from rl_trainer.workers.columns import TRUNCATED, newest_version
+from rl_trainer.workers.columns import TRUNCATED, weight_versions
 from rl_trainer.workers.messages import LeasedPrompt, Partition, PromptRef, RolloutCall, RolloutResult
 
 Spare = Callable[[int], Sequence[PromptRef]]
@@ -343,8 +344,9 @@ class _Rollout:
         """Number of prompts with a response that newer weights generated than those that started
         it.
         """
-        newest = ((str(tag["uid"]), newest_version(tag)) for tag in rows.tags or ())
-        return len({uid for uid, version in newest if version is not None and version > self._version[uid]})
+        uids, (_, newest) = rows.tag_values("uid"), weight_versions(rows.tags)
+        found = set(zip(map(str, uids), newest, strict=True))
+        return len({uid for uid, version in found if version is not None and int(version) > self._version[uid]})
 
     @property
     def started(self) -> int | None:
@@ -439,7 +441,6 @@ class _Rollout:
         The death of its process is not a failure of its prompts: it ends the rollout.
         """
         worker, timeout_s = self._rollouts.workers[replica], self._rollouts.timeout_s
-        sessions = [(prompt.lease, session) for prompt in part.prompts for session in prompt.lease.sessions]
         self._generating += 1
         try:
             result = await call(worker, "rollout", part, RolloutResult, timeout_s)
@@ -448,14 +449,16 @@ class _Rollout:
         except RLError as error:
             self._errors.append(error)
             reason = f"{worker.name}: {error}"
-            failed = [SessionResult(lease, session, error=reason) for lease, session in sessions]
+            leases = [prompt.lease for prompt in part.prompts]
+            failed = [SessionResult(lease, session, error=reason) for lease in leases for session in lease.sessions]
             await settle(self._rollouts.plane, failed, timeout_s=timeout_s)
             return RolloutResult()
         finally:
             self._generating -= 1
         self._tokens[replica] += result.tokens
         if self._generated is not None and self._generating and result.single:
-            keys = [key for lease, session in sessions for key in SessionResult(lease, session, rows=1).keys]
+            leases = [prompt.lease for prompt in part.prompts]
+            keys = [key_text(lease.uid, session, 0) for lease in leases for session in lease.sessions]
             await self._generated(KVBatchMeta(partition=self._partition.name, keys=tuple(keys)))
         return result
 

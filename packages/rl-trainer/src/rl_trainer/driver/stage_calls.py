@@ -125,11 +125,8 @@ class StepRows:
     @classmethod
     def of(cls, tagged: KVBatchMeta) -> StepRows:
         """From the tags that rollout workers give."""
-        lengths = [
-            int(p or 0) + int(r or 0)
-            for p, r in zip(tagged.tag_values("prompt_len"), tagged.tag_values("response_len"), strict=True)
-        ]
-        return cls(names=tagged.without_tags(), lengths=np.array(lengths, dtype=np.int64))
+        prompts, responses = (np.array(tagged.tag_values(name), np.int64) for name in ("prompt_len", "response_len"))
+        return cls(names=tagged.without_tags(), lengths=prompts + responses)
 
     def select(self, rows: Sequence[int]) -> StepRows:
         """Some of them, by number."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import methodcaller
 
-from rl_protocol import KVBatchMeta, Tag
+from rl_protocol import KVBatchMeta, Scalar, Tag
 from rl_protocol.batch.schema import BatchSchema, ColumnSpec, SameLength
 from rl_protocol.rl_columns import (
     IMAGE_COLUMNS,
@@ -133,12 +134,15 @@ NEWEST_VERSION = "newest_version"
 """Tag of a trajectory that several versions of the weights generated; `version` is the oldest."""
 
 
-def newest_version(tag: Tag) -> int | None:
-    """The newest version of the weights that generated the trajectory with this tag; None: the tag
-    has none.
+def weight_versions(tags: Sequence[Tag]) -> tuple[list[Scalar], list[Scalar]]:
+    """The oldest and the newest version of the weights that generated each trajectory, [N] and [N];
+    None: the tag of a trajectory has none.
     """
-    found = tag.get(NEWEST_VERSION, tag.get("version"))
-    return None if found is None else int(found)
+    oldest = list(map(methodcaller("get", "version"), tags))
+    newest = list(map(methodcaller("get", NEWEST_VERSION), tags))
+    if newest.count(None) == len(newest):
+        return oldest, oldest
+    return oldest, [first if last is None else last for first, last in zip(oldest, newest, strict=True)]
 
 
 TASK_COLUMNS = ("data_source", "ground_truth", "extra_info")
