@@ -123,7 +123,13 @@ class Screen:
         )
         self._task: TaskID | None = None
         self._panel: RenderableType | None = None
-        self._live = Live(console=console, get_renderable=self._moving, refresh_per_second=REFRESH, transient=True)
+        self._live = Live(
+            console=console,
+            get_renderable=self._moving,
+            auto_refresh=self.size is not None,
+            refresh_per_second=REFRESH,
+            transient=True,
+        )
 
     def __enter__(self) -> Screen:
         self._live.start()
