@@ -78,7 +78,7 @@ def test_a_reader_that_ends_ends_the_command_without_a_traceback(words):
     assert (process.returncode, err) == (141, "")
 
 
-@pytest.mark.parametrize("words", [["explain"], ["explain", "rollout", "--json"]])
+@pytest.mark.parametrize("words", [["explain"], ["explain", "rollout", "--json"], ["--help"], ["diff", "--help"], []])
 def test_a_full_disk_is_a_message(words):
     with Path("/dev/full").open("w") as full:
         process = rl(*words, stdout=full)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec
 
@@ -12,7 +12,7 @@ import msgspec
 import typer
 import yaml
 from rich.text import Text
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from rl_app_ppo.api.command_console import CLOSED, CommandConsole, RunConsole, written_output
 from rl_app_ppo.api.launch import launch
@@ -56,6 +56,28 @@ class _Commands(TyperGroup):
             raise typer.BadParameter(wrong)
         return super().parse_args(ctx, args)
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        _print_help(partial(super().format_help, ctx, formatter))
+
+
+class _Command(TyperCommand):
+    """A command; its help is output as any other."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        _print_help(partial(super().format_help, ctx, formatter))
+
+
+def _print_help(show: Callable[[], None]) -> None:
+    """Print help; exit code 2 where it can't be written."""
+
+    def work() -> int:
+        with written_output():
+            show()
+        return 0
+
+    if code := exit_code(work, _err()):
+        raise typer.Exit(code)
+
 
 app = typer.Typer(
     cls=_Commands,
@@ -64,6 +86,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+_command = partial(app.command, cls=_Command)
 
 
 def main() -> None:
@@ -90,7 +113,7 @@ def _coded(command: Callable[Params, None]) -> Callable[Params, None]:
     return run
 
 
-@app.command("train", rich_help_panel=TRAIN)
+@_command("train", rich_help_panel=TRAIN)
 @_coded
 def _train(
     words: Words = None, config: ConfigFile = None, trust: Trust = None, allow_unsafe_plugins: Unsafe = False
@@ -101,7 +124,7 @@ def _train(
         launch(load_config(words or (), config), plugins, _terminal(), before_s=command_age())
 
 
-@app.command("demo", rich_help_panel=TRAIN)
+@_command("demo", rich_help_panel=TRAIN)
 @_coded
 def _demo(
     name: Annotated[str, typer.Argument(help="Name of the demo; the first of the list by default.")] = "",
@@ -117,7 +140,7 @@ def _demo(
         launch(load_config(demo_words(name, words or ())), load_policy(), _terminal(), before_s=command_age())
 
 
-@app.command("bench", rich_help_panel=BEFORE)
+@_command("bench", rich_help_panel=BEFORE)
 @_coded
 def _bench(
     words: Words = None,
@@ -137,7 +160,7 @@ def _bench(
         _print(speed_text(speed))
 
 
-@app.command("doctor", rich_help_panel=BEFORE)
+@_command("doctor", rich_help_panel=BEFORE)
 @_coded
 def _doctor(
     words: Words = None,
@@ -167,7 +190,7 @@ def _verdict(errors: int) -> str:
     return f"{found or 'A '}run with these settings can start.\n"
 
 
-@app.command("plan", rich_help_panel=BEFORE)
+@_command("plan", rich_help_panel=BEFORE)
 @_coded
 def _plan(
     words: Words = None,
@@ -189,7 +212,7 @@ def _plan(
         raise typer.Exit(2)
 
 
-@app.command("config", rich_help_panel=BEFORE)
+@_command("config", rich_help_panel=BEFORE)
 @_coded
 def _show_config(
     words: Words = None,
@@ -210,7 +233,7 @@ def _show_config(
         _print(text)
 
 
-@app.command("explain", rich_help_panel=BEFORE)
+@_command("explain", rich_help_panel=BEFORE)
 @_coded
 def _explain_key(
     key: Annotated[str, typer.Argument(help="A key or a group of keys; without one, a line for every key.")] = "",
@@ -228,7 +251,7 @@ def _explain_key(
             _print(explain(key, resolved) if key else keys_text())
 
 
-@app.command("diff", rich_help_panel=BEFORE)
+@_command("diff", rich_help_panel=BEFORE)
 @_coded
 def _diff(a: str, b: str, trust: Trust = None, as_json: Json = False) -> None:
     """Print how two runs, YAML files or quoted overrides differ."""
@@ -240,7 +263,7 @@ def _diff(a: str, b: str, trust: Trust = None, as_json: Json = False) -> None:
             _print(difference(*sides) + "\n")
 
 
-@app.command("launch", rich_help_panel=BEFORE)
+@_command("launch", rich_help_panel=BEFORE)
 @_coded
 def _launch_file(
     kind: Annotated[str, typer.Argument(metavar="KIND", help=", ".join(KINDS))],
@@ -262,7 +285,7 @@ def _launch_file(
         _print(launch_text(kind, load_config(words or (), config), line, flags))
 
 
-@app.command("import-verl", rich_help_panel=BEFORE)
+@_command("import-verl", rich_help_panel=BEFORE)
 @_coded
 def _convert_verl(
     file: Annotated[Path, typer.Argument(help="YAML, a list of overrides, or a shell script.")],
@@ -272,7 +295,7 @@ def _convert_verl(
     raise typer.Exit(import_verl(file, _out(), _err(), accept_losses=accept_losses))
 
 
-@app.command("samples", rich_help_panel=AFTER)
+@_command("samples", rich_help_panel=AFTER)
 @_coded
 def _samples(
     run: Annotated[Path, typer.Argument(help="Folder of the run.")],
@@ -290,7 +313,7 @@ def _samples(
         _print(samples_text(rows))
 
 
-@app.command("new", rich_help_panel=BEFORE)
+@_command("new", rich_help_panel=BEFORE)
 @_coded
 def _new(
     kind: Annotated[str, typer.Argument(metavar="KIND", help=", ".join(PLUGIN_KINDS))],
@@ -303,7 +326,7 @@ def _new(
     _print(f"try it: rl train {words}\n" if words else "")
 
 
-@app.command("watch", rich_help_panel=AFTER)
+@_command("watch", rich_help_panel=AFTER)
 @_coded
 def _watch(
     run: Annotated[Path, typer.Argument(help="Folder of the run.")],
@@ -315,7 +338,7 @@ def _watch(
         raise typer.Exit(1)
 
 
-@app.command("report", rich_help_panel=AFTER)
+@_command("report", rich_help_panel=AFTER)
 @_coded
 def _report(
     run: Annotated[Path, typer.Argument(help="Folder of the run, which may be running, failed or killed.")],
@@ -326,7 +349,7 @@ def _report(
     report(run, run2, out, _out())
 
 
-@app.command("replay", rich_help_panel=AFTER)
+@_command("replay", rich_help_panel=AFTER)
 @_coded
 def _replay(
     run: Annotated[Path, typer.Argument(help="Folder of the run.")],
@@ -348,7 +371,7 @@ def _replay(
         raise typer.Exit(1)
 
 
-@app.command("chaos", rich_help_panel=BEFORE)
+@_command("chaos", rich_help_panel=BEFORE)
 @_coded
 def _chaos(
     runs: Annotated[int, typer.Option(min=1, help="Runs.")] = 10,
