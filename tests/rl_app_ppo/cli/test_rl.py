@@ -132,9 +132,13 @@ def test_two_runs_are_compared_by_their_folders(run, tmp_path):
     for name, n in (("one run", 4), ("another", 6)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.yaml").write_text(shown_yaml(load_config([f"rollout.n={n}"])))
-    done = run("diff", str(tmp_path / "one run"), str(tmp_path / "another"))
-    assert done.output.startswith("rollout.n: 4 (")
-    assert ") -> 6 (" in done.output
+    one, other = str(tmp_path / "one run"), str(tmp_path / "another")
+    assert run("diff", one, other).output == f"rollout.n: 4 (run {one}) -> 6 (run {other})\n"
+    file = tmp_path / "mine.yaml"
+    file.write_text("[]")
+    done = run("diff", one, str(file))
+    assert done.exit_code == 2
+    assert f"{file}: expected a mapping" in done.output
 
 
 def test_a_program_can_read_the_plan(run):

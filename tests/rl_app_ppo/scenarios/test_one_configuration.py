@@ -476,8 +476,8 @@ def test_diff_names_keys_values_and_origins(tmp_path, capsys):
     file.write_text(to_yaml(load_config(["rollout.n=4"])))
     assert main(["--diff", "rollout.n=16 trainer.seed=3", str(file)]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        f"rollout.n: 16 (command line) -> 4 (--config {file})",
-        f"trainer.seed: 3 (command line) -> 0 (--config {file})",
+        f"rollout.n: 16 (command line) -> 4 ({file})",
+        f"trainer.seed: 3 (command line) -> 0 ({file})",
     ]
     assert difference(read_side(""), read_side("algorithm=grpo")) == "no difference"
 

@@ -10,6 +10,7 @@ from rl_app_ppo.cli.option_names import help_of
 from rl_app_ppo.config.full_keys import with_full_keys
 from rl_app_ppo.config.loading import Resolved, options, resolve, unknown_key
 from rl_app_ppo.config.placement import described_groups
+from rl_app_ppo.config.plain_yaml import flatten, read_yaml
 from rl_app_ppo.config.verl_keys.aliases import OLD_LOG_PROB, SPELLINGS
 from rl_app_ppo.outputs.run_folder import files_of
 from rl_protocol import ConfigError
@@ -103,7 +104,8 @@ def read_side(text: str) -> Resolved:
         ConfigError: it can't be resolved.
     """
     if text and (path := Path(text)).exists():
-        return resolve([], files_of(path).config if path.is_dir() else path)
+        origin, file = (f"run {text}", files_of(path).config) if path.is_dir() else (text, path)
+        return resolve(given=[(origin, flatten(read_yaml(file, "the configuration")))])
     try:
         words = shlex.split(text)
     except ValueError as error:  # a quotation mark without its other half
