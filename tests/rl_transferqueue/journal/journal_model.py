@@ -83,7 +83,7 @@ def recovered(journal: Journal) -> Recovered:
     """What a journal holds, with the bytes of the columns."""
     found = journal.recover()
     rows = {it for put in found.puts for it in put.generations}
-    whole = {(put.generations, put.tags): put for put in journal.read(rows)}
+    whole = {(put.generations, put.tags): put for put, _ in journal.read(rows, lambda _: True)}
     return replace(found, puts=tuple(whole.get((put.generations, put.tags), put) for put in found.puts))
 
 

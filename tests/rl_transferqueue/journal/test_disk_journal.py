@@ -28,7 +28,7 @@ from rl_transferqueue.journal.disk_journal import (
     open_journal,
     remove_journal,
 )
-from rl_transferqueue.journal.records import ClearRecord, Journal, Origin, PutRecord
+from rl_transferqueue.journal.records import ClearRecord, Journal, Origin, PutRecord, ReadPut
 from rl_transferqueue.wire.arrays import unpack_ints
 
 Reopen = Callable[[], Journal]
@@ -103,21 +103,28 @@ def test_a_put_is_kept_until_its_last_row_is_cleared(reopen: Reopen) -> None:
     assert (found.puts, found.cleared) == ((), frozenset())
 
 
-def test_a_read_returns_whole_puts_and_those_that_share_rows_with_them(reopen: Reopen) -> None:
+def test_a_read_returns_whole_puts_and_names_later_ones_of_their_rows(reopen: Reopen) -> None:
     records = [put(1, 2, ids=b"ab"), put(3, ids=b"c"), put(2, 4, score=b"de"), put(4), put(5, 6, ids=b"f" * 5000)]
+    bare = [replace(it, columns={}) for it in records]
     journal = reopen()
     journal.recover()
     journal.append(records)
-    chained = [records[0], records[2]]  # 1 shares a put with 2, which shares one with 4
-    assert [list(journal.read([it])) for it in (1, 4)] == [chained, chained]
-    assert list(journal.read([3, 6])) == [records[1], records[4]]
+
+    def read(*generations: int) -> list[ReadPut]:
+        return list(journal.read(generations, lambda _: True))
+
+    assert read(1) == [(records[0], (bare[2],))], "2 is in a later put"
+    assert read(4) == [(records[2], ())], "the other put of 4 has no columns"
+    assert read(2) == [(records[0], (bare[2],)), (records[2], ())]
+    assert list(journal.read([2], lambda it: it != bare[0])) == [(records[2], ())]
+    assert read(3, 6) == [(records[1], ()), (records[4], ())]
     journal.append([ClearRecord((2,))])
-    assert list(journal.read([1])) == [records[0]]
-    assert journal.read([]) == journal.read([77]) == ()
+    assert read(1) == [(records[0], ())]
+    assert read() == read(77) == []
     journal.sync()
     journal = reopen()
     assert [it.columns for it in journal.recover().puts] == [{}] * len(records)
-    assert list(journal.read([4])) == [records[2]]
+    assert read(4) == [(records[2], ())]
 
 
 def test_compaction_keeps_the_live_rows_and_removes_their_old_segments(reopen: Reopen) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -13,12 +13,12 @@ from rl_protocol import BatchData, ConflictError, OutputError, dense
 from rl_protocol.errors import CapacityTimeout, PlaneLostError, PlaneTimeout, RLError
 from rl_protocol.wire import plan
 from rl_transferqueue.controller.durable.durable_rows import PAYLOAD, DurableRows
-from rl_transferqueue.controller.durable.journal_thread import Done, Read
+from rl_transferqueue.controller.durable.journal_thread import Done, Read, Wanted
 from rl_transferqueue.controller.memory_accounting.capacity import Capacity
 from rl_transferqueue.controller.memory_accounting.occupancy import Occupancy
 from rl_transferqueue.controller.rows.ledger import Ledger
 from rl_transferqueue.controller.rows.waiters import Served
-from rl_transferqueue.journal.records import ClearRecord, PutRecord, Record
+from rl_transferqueue.journal.records import ClearRecord, PutRecord, ReadPut, Record
 from rl_transferqueue.transport.control_server import Caller
 from rl_transferqueue.wire.arrays import Ints
 from rl_transferqueue.wire.messages import Answer, Clear, Cleared, Commit, TagColumn
@@ -34,7 +34,7 @@ class World:
         self.ledger, self.capacity = Ledger(), Capacity(2, 4096)
         self.memory = {unit: bytearray(4096) for unit in range(2)}
         self.records: list[tuple[Record, Done]] = []
-        self.reads: list[tuple[list[int], Read]] = []
+        self.reads: list[tuple[list[int], Callable[[Sequence[PutRecord] | OutputError], None]]] = []
         self.answers: list[tuple[int, Answer | RLError]] = []
         self.puts: list[int] = []
         self.gone_rows: list[int] = []
@@ -48,8 +48,17 @@ class World:
     def write(self, record: Record, done: Done) -> None:
         self.records.append((record, done))
 
-    def read(self, generations: Sequence[int], done: Read) -> None:
-        self.reads.append((list(generations), done))
+    def read(self, generations: Sequence[int], wanted: Wanted, done: Read) -> None:
+        """A test ends it with the puts that the journal has, oldest first; it can't read those that
+        have no columns."""
+
+        def end(puts: Sequence[PutRecord] | OutputError) -> None:
+            if isinstance(puts, OutputError):
+                done(puts)
+            else:
+                done(tuple(ReadPut(it, tuple(puts[i + 1 :])) for i, it in enumerate(puts) if it.columns))
+
+        self.reads.append((list(generations), end))
 
     def end(self, error: OutputError | None = None) -> Record:
         """End the oldest write."""
@@ -419,3 +428,36 @@ def test_a_row_that_is_put_again_while_it_is_read_from_the_journal_keeps_its_new
     world.reads[1][1]((older, newer))
     assert ended == [None]
     assert places(world, "a") == [9]
+
+
+def test_a_read_loads_no_put_but_those_of_its_rows() -> None:
+    """b is in two puts, of which the later one has c, too."""
+    world = World()
+    world.put("a", "b", n=7, data=True)
+    older = recorded(world)
+    world.put("b", "c", n=9, data=True)
+    newer = recorded(world)
+    world.ledger.unload("p", ["a", "b", "c"])
+    for ref in world.ledger.blocks.take_released():
+        world.capacity.give(ref.span)
+    ended: list[RLError | None] = []
+    world.rows.loads.start("p", ("a",), ("x",), ended.append)
+    world.reads[0][1]((older, replace(newer, columns={})))
+    assert (ended, in_memory(world, *"abc"), world.capacity.used) == ([None], {"a"}, 64)
+    world.rows.loads.start("p", ("b",), ("x",), ended.append)
+    world.reads[1][1]((older, newer))
+    assert (ended, in_memory(world, *"abc"), world.capacity.used) == ([None, None], {"a", "b", "c"}, 128)
+    assert places(world, "a", "b") == [7, 9]
+
+
+def test_a_put_that_is_damaged_in_the_journal_is_not_replaced_by_an_older_one() -> None:
+    world = World()
+    world.put("a", n=7, data=True)
+    older = recorded(world)
+    world.put("a", n=9, data=True)
+    newer = recorded(world)
+    world.ledger.unload("p", ["a"])
+    ended: list[RLError | None] = []
+    world.rows.loads.start("p", ("a",), ("x",), ended.append)
+    world.reads[0][1]((older, replace(newer, columns={})))
+    assert (ended, in_memory(world, "a")) == ([None], set())

@@ -3,14 +3,12 @@ order, while the journal is slow and memory is short."""
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+import pytest
 from journal_model import opened
 from lossy_disk import LossyDisk
 from lossy_files import LossyFiles
@@ -20,10 +18,11 @@ from rl_protocol import BatchData, dense
 from rl_protocol.errors import RLError
 from rl_protocol.wire import plan
 from rl_transferqueue.controller.durable.durable_rows import DurableRows
-from rl_transferqueue.controller.durable.journal_thread import Done, Read
+from rl_transferqueue.controller.durable.journal_thread import Done, Read, Wanted
 from rl_transferqueue.controller.memory_accounting.capacity import Capacity
 from rl_transferqueue.controller.rows.ledger import Ledger
 from rl_transferqueue.controller.rows.waiters import Served
+from rl_transferqueue.journal.disk_journal import DiskJournal
 from rl_transferqueue.journal.records import Record
 from rl_transferqueue.transport.control_server import Caller
 from rl_transferqueue.wire.arrays import Ints
@@ -32,41 +31,31 @@ from rl_transferqueue.wire.messages import Answer, Clear, Commit, Located
 from rl_transferqueue.wire.spans import Span
 
 SESSION = b"session."
-KEYS = st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=3, unique=True)
-FIELDS = st.lists(st.sampled_from("xyz"), min_size=1, max_size=2, unique=True)
+KEYS, FIELDS = "abcdefghij", "xyz"
 ALL = 64 * 20
-"""Bytes of the plane's memory: twenty blocks of three rows and a column."""
+"""Bytes of the plane's memory: twenty blocks of at most three rows and one column. A read needs at
+most six columns of rows, in as many blocks."""
+STEPS = 400
 
 
-@dataclass(eq=False)
-class Get:
-    keys: tuple[str, ...]
-    fields: tuple[str, ...]
-    ended: bool = False
+class World:
+    """A plane over a real journal on a simulated disk; `act` does something at random.
 
+    The journal's thread works off `steps`, whose callbacks run later; what a put changes in the
+    reference is in `pending` until it is acknowledged. `leases` has what each one must read.
+    """
 
-class EvictionMachine(RuleBasedStateMachine):
-    """The journal is a real one, on a simulated disk; rules say when its thread takes a step."""
-
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, rng: random.Random, journal: DiskJournal) -> None:
+        self.rng, self.journal = rng, journal
         self.ledger, self.capacity = Ledger(), Capacity(1, ALL)
         self.memory = bytearray(ALL)
-        self.journal_opened = opened(LossyFiles(LossyDisk()))
-        self.journal = self.journal_opened.__enter__()
-        self.journal.recover()
         self.steps: deque[Callable[[], Callable[[], None]]] = deque()
         self.callbacks: deque[Callable[[], None]] = deque()
         self.plane = DurableRows(self.ledger, self.capacity, self, self.bytes_of, self, self)
         self.rows: dict[str, dict[str, int]] = {}
         self.pending: dict[int, Callable[[], None]] = {}
-        """What an acknowledged put changes."""
-        self.gets: list[Get] = []
         self.leases: dict[int, tuple[Located, tuple[str, ...], dict[str, list[int]]]] = {}
-        self.value = self.last_lease = self.requests = 0
-
-    def teardown(self) -> None:
-        self.journal_opened.__exit__(None, None, None)
+        self.requests = self.reads = self.started = self.loaded = 0
 
     def bytes_of(self, span: Span) -> memoryview:
         return memoryview(self.memory)[span.offset : span.offset + span.nbytes]
@@ -80,9 +69,9 @@ class EvictionMachine(RuleBasedStateMachine):
 
         self.steps.append(step)
 
-    def read(self, generations: Sequence[int], done: Read) -> None:
+    def read(self, generations: Sequence[int], wanted: Wanted, done: Read) -> None:
         def step() -> Callable[[], None]:
-            found = self.journal.read(generations)
+            found = self.journal.read(generations, wanted)
             return lambda: done(found)
 
         self.steps.append(step)
@@ -97,10 +86,12 @@ class EvictionMachine(RuleBasedStateMachine):
 
     def committed(self, caller: Caller, message: Commit, generations: Ints | range, served: Served) -> None:
         self.pending.pop(caller.request)()
-        self.settle()
+        self.cleared(served)
 
     def cleared(self, served: Served) -> None:
-        self.settle()
+        for ref in self.ledger.blocks.take_released():
+            self.capacity.give(ref.span)
+        self.freed()
 
     def gone(self, generations: Sequence[int]) -> None: ...
 
@@ -109,17 +100,15 @@ class EvictionMachine(RuleBasedStateMachine):
 
     def short(self) -> None: ...
 
-    def settle(self) -> None:
-        """What `BlockCleanup` does."""
-        for ref in self.ledger.blocks.take_released():
-            self.capacity.give(ref.span)
-        self.freed()
+    # what happens
+    def act(self) -> None:
+        deeds = (self.put, self.clear, self.get, self.release, self.squeeze, self.run_journal, self.call_back)
+        self.rng.choices(deeds, weights=(4, 1, 4, 4, 2, 6, 6))[0]()
 
-    # -- rules
-    @rule(keys=KEYS, fields=FIELDS)
-    def put(self, keys: list[str], fields: list[str]) -> None:
-        columns = {name: np.arange(len(keys)) + self.value + 100 * i for i, name in enumerate(fields)}
-        self.value += 1000
+    def put(self) -> None:
+        keys, fields = self.rng.sample(KEYS, self.rng.randint(1, 3)), self.rng.sample(FIELDS, self.rng.randint(1, 2))
+        self.requests += 1
+        columns = {name: np.arange(len(keys)) + 100 * self.requests + 10 * i for i, name in enumerate(fields)}
         header = plan(BatchData({name: dense(values) for name, values in columns.items()}))
         span = self.plane.loads.make_room(lambda: self.capacity.reserve(SESSION, header.payload))
         if span is None:
@@ -127,7 +116,6 @@ class EvictionMachine(RuleBasedStateMachine):
         for column in header.columns:
             (offset, nbytes), *_ = column.buffers
             self.bytes_of(span)[offset : offset + nbytes] = columns[column.name].tobytes()
-        self.requests += 1
 
         def made() -> None:
             for i, key in enumerate(keys):
@@ -136,99 +124,101 @@ class EvictionMachine(RuleBasedStateMachine):
         self.pending[self.requests] = made
         self.plane.put(Caller(SESSION, self.requests), Commit("p", tuple(keys), (), None, span, msgpack.encode(header)))
 
-    @precondition(lambda self: not self.pending)  # it would wait for puts
-    @rule(keys=KEYS)
-    def clear(self, keys: list[str]) -> None:
-        self.requests += 1
-        for key in keys:
-            self.rows.pop(key, None)
-        self.plane.clear(Caller(SESSION, self.requests), Clear("p", tuple(keys)))
+    def clear(self) -> None:
+        if not self.pending:  # it would wait for them
+            keys = self.rng.sample(KEYS, self.rng.randint(1, 3))
+            for key in keys:
+                self.rows.pop(key, None)
+            self.plane.clear(Caller(SESSION, 0), Clear("p", tuple(keys)))
 
-    @rule(keys=KEYS, fields=FIELDS)
-    def get(self, keys: list[str], fields: list[str]) -> None:
-        if not all(name in self.rows.get(key, ()) for key in keys for name in fields):
+    def get(self) -> None:
+        fields = tuple(self.rng.sample(FIELDS, self.rng.randint(1, 2)))
+        there = [key for key in self.rows if self.has([key], fields)]
+        keys = tuple(self.rng.sample(there, min(len(there), self.rng.randint(1, 3))))
+        if not keys:
             return
-        get = Get(tuple(keys), tuple(fields))
         if not self.ledger.on_disk("p", keys, fields).size:
-            self.locate(get)
+            self.lease(keys, fields)
             return
-        self.gets.append(get)
-        self.plane.loads.start("p", get.keys, get.fields, lambda error: self.loaded(get, error))
 
-    @rule(which=st.integers(0, 5))
-    def release(self, which: int) -> None:
-        lease = next(iter(list(self.leases)[which:]), None)
-        if lease is not None:
+        def done(error: RLError | None) -> None:
+            assert error is None
+            self.loaded += 1
+            if self.has(keys, fields):  # else they were cleared
+                self.lease(keys, fields)
+
+        self.started += 1
+        self.plane.loads.start("p", keys, fields, done)
+
+    def has(self, keys: Sequence[str], fields: Sequence[str]) -> bool:
+        return all(self.rows.get(key, {}).keys() >= set(fields) for key in keys)
+
+    def lease(self, keys: tuple[str, ...], fields: tuple[str, ...]) -> None:
+        self.reads += 1
+        located = self.ledger.locate(SESSION, self.reads, "p", keys, fields)
+        self.leases[self.reads] = located, fields, {name: [self.rows[key][name] for key in keys] for name in fields}
+
+    def release(self) -> None:
+        if self.leases:
+            lease = self.rng.choice(list(self.leases))
             del self.leases[lease]
             self.ledger.blocks.release(SESSION, [lease])
-            self.settle()
+            self.cleared([])
 
-    @precondition(lambda self: self.steps)
-    @rule()
-    def journal_step(self) -> None:
-        self.callbacks.append(self.steps.popleft()())
+    def squeeze(self) -> None:
+        """Somebody else needs much memory for a moment."""
+        span = self.plane.loads.make_room(lambda: self.capacity.take_any(self.rng.randint(ALL // 8, ALL)))
+        if span is not None:
+            self.capacity.give(span)
+            self.freed()
 
-    @precondition(lambda self: self.callbacks)
-    @rule()
+    def run_journal(self) -> None:
+        for _ in range(self.rng.randint(0, len(self.steps))):
+            self.callbacks.append(self.steps.popleft()())
+
     def call_back(self) -> None:
-        self.callbacks.popleft()()
+        for _ in range(self.rng.randint(0, len(self.callbacks))):
+            self.callbacks.popleft()()
 
-    @rule(keys=KEYS)
-    def unload(self, keys: list[str]) -> None:
-        self.ledger.unload("p", keys)
-        self.settle()
-
-    @rule()
-    def finish(self) -> None:
-        """Once nothing is leased, every read ends."""
-        while self.leases:
-            self.release(0)
-        while self.steps or self.callbacks:
-            while self.steps:
-                self.journal_step()
-            self.call_back()
-            while self.leases:
-                self.release(0)
-        assert not self.gets
-        assert not self.pending
-
-    def loaded(self, get: Get, error: RLError | None) -> None:
-        assert error is None
-        self.gets.remove(get)
-        if all(name in self.rows.get(key, ()) for key in get.keys for name in get.fields):
-            self.locate(get)
-
-    def locate(self, get: Get) -> None:
-        """Lease the rows; they have the values of their last puts."""
-        self.last_lease += 1
-        located = self.ledger.locate(SESSION, self.last_lease, "p", get.keys, get.fields)
-        wanted = {name: [self.rows[key][name] for key in get.keys] for name in get.fields}
-        assert self.read_columns(located, get.fields) == wanted
-        self.leases[self.last_lease] = located, get.fields, wanted
-
-    def read_columns(self, located: Located, fields: Sequence[str]) -> dict[str, list[int]]:
-        found: dict[str, list[int]] = {}
-        for name, place in zip(fields, located.place_of, strict=True):
-            found[name] = []
-            for block, row in zip(
-                *(np.frombuffer(part, "<i4").tolist() for part in located.places[place]), strict=True
-            ):
-                header = unpack_header(located.headers[located.header_of[block]])
-                (offset, _), *_ = next(it.buffers for it in header.columns if it.name == name)
-                at = self.bytes_of(located.blocks[block].span)[offset + 8 * row : offset + 8 * row + 8]
-                found[name].append(int.from_bytes(at, "little"))
-        return found
-
-    @invariant()
-    def leased_rows_do_not_change(self) -> None:
+    # what must hold
+    def check(self) -> None:
         for located, fields, wanted in self.leases.values():
-            assert self.read_columns(located, fields) == wanted
-
-    @invariant()
-    def no_memory_is_lost(self) -> None:
+            assert self.values(located, fields) == wanted
         if not self.pending:
             assert self.capacity.used == self.ledger.blocks.used
 
+    def values(self, located: Located, fields: Sequence[str]) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for name, number in zip(fields, located.place_of, strict=True):
+            blocks, rows = (np.frombuffer(part, "<i4").tolist() for part in located.places[number])
+            found[name] = []
+            for block, row in zip(blocks, rows, strict=True):
+                header = unpack_header(located.headers[located.header_of[block]])
+                (offset, _), *_ = next(it.buffers for it in header.columns if it.name == name)
+                at = offset + 8 * row
+                found[name].append(int.from_bytes(self.bytes_of(located.blocks[block].span)[at : at + 8], "little"))
+        return found
 
-EvictionMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
-test_rows_leave_memory_and_come_back_with_their_last_values = EvictionMachine.TestCase
+    def finish(self) -> None:
+        """Once nothing is leased for long, all puts and reads end."""
+        for _ in range(1000):
+            if not (self.steps or self.callbacks or self.leases):
+                break
+            self.release()
+            self.run_journal()
+            self.call_back()
+            self.check()
+        assert (self.pending, self.leases, self.started) == ({}, {}, self.loaded)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_that_left_memory_come_back_with_their_last_values(seed: int) -> None:
+    with opened(LossyFiles(LossyDisk())) as journal:
+        journal.recover()
+        world = World(random.Random(seed), journal)
+        for _ in range(STEPS):
+            world.act()
+            world.check()
+        world.finish()
+        assert world.plane.loads.evicted > 20
+        assert world.loaded > 10

@@ -15,7 +15,7 @@ import os
 import shutil
 import sqlite3
 import time
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from rl_protocol.support.host.portable import uses_linux
 from rl_transferqueue.journal.journal_index import JournalIndex
 from rl_transferqueue.journal.kept_answers import KeptAnswers
 from rl_transferqueue.journal.metadata import Metadata, StoredPut
-from rl_transferqueue.journal.records import ClearRecord, PutRecord, Record, Recovered, RecoveryReport
+from rl_transferqueue.journal.records import ClearRecord, PutRecord, ReadPut, Record, Recovered, RecoveryReport
 from rl_transferqueue.journal.segment_files import DiskFiles, SegmentFiles
 from rl_transferqueue.journal.segments import Segments
 from rl_transferqueue.wire.arrays import pack_ints
@@ -137,10 +137,14 @@ class DiskJournal:
             )
             return Recovered(tuple(whole), frozenset(cleared), report, answers, self._last)
 
-    def read(self, generations: Collection[int]) -> tuple[PutRecord, ...]:
+    def read(self, generations: Collection[int], wanted: Callable[[PutRecord], bool]) -> tuple[ReadPut, ...]:
         with self._fatal("read"):
-            found = [self._read(put) for put in self._index.puts_of(generations)]
-            return tuple(record for record in found if record is not None)
+            puts = [put for put in self._index.puts_of(generations) if wanted(put.record)]
+            return tuple(
+                ReadPut(record, tuple(it.record for it in self._index.later(put)))
+                for put in puts
+                if (record := self._read(put)) is not None
+            )
 
     def compact(self) -> int:
         self.sync()

@@ -72,18 +72,13 @@ class JournalIndex:
         return {segment: self._bytes[segment] for segment in self.segments()}
 
     def puts_of(self, generations: Iterable[int]) -> list[StoredPut]:
-        """Puts with columns of these rows, and of all rows that share such a put with them, oldest
-        first."""
-        found: set[int] = set()
-        known: set[int] = set()
-        rows = set(generations)
-        while rows:
-            known |= rows
-            holders = {number for row in rows for number in self._holders.get(row, ())}
-            new = {number for number in holders - found if self._puts[number].places}
-            found |= new
-            rows = {row for number in new for row in self._live[number]} - known
-        return [self._puts[number] for number in sorted(found)]
+        """Puts with columns of these rows, oldest first."""
+        found = {number for row in generations for number in self._holders.get(row, ())}
+        return [put for number in sorted(found) if (put := self._puts[number]).places]
+
+    def later(self, put: StoredPut) -> list[StoredPut]:
+        """Later puts with columns of rows of this one, oldest first."""
+        return [it for it in self.puts_of(self._live[put.number]) if it.number > put.number]
 
     def puts_in(self, segments: set[int]) -> list[StoredPut]:
         """Puts with a block in one of the segments, oldest first."""

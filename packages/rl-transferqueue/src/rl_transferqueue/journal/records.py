@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -81,6 +81,14 @@ class Recovered:
     last_generation: int = 0
 
 
+class ReadPut(NamedTuple):
+    """A put that was read, and the later ones that have columns of its rows; those come without
+    their columns."""
+
+    put: PutRecord
+    later: tuple[PutRecord, ...]
+
+
 class Journal(Protocol):
     """Keeps records. All calls come from the thread that opened it."""
 
@@ -106,9 +114,13 @@ class Journal(Protocol):
         """Read what is durable, verify it and remove the rest. Call it once, before any append."""
         ...
 
-    def read(self, generations: Collection[int]) -> tuple[PutRecord, ...]:
-        """The puts with columns of these rows, and of all rows that share such a put with them, in
-        the order of their appends. A put whose bytes are missing or damaged is left out.
+    def read(self, generations: Collection[int], wanted: Callable[[PutRecord], bool]) -> tuple[ReadPut, ...]:
+        """The puts with columns of these rows, in the order of their appends. A put whose bytes are
+        missing or damaged is left out.
+
+        Args:
+            generations: of the rows.
+            wanted: whether a put, which comes without its columns, is to be read; a pure function.
 
         Raises:
             OutputError: the disk failed.

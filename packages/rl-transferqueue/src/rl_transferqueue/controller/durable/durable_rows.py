@@ -13,7 +13,7 @@ import xxhash
 
 from rl_protocol.errors import OutputError, PlaneLostError, RLError
 from rl_protocol.support.fault_points import FaultPoint, reach
-from rl_transferqueue.controller.durable.journal_thread import Done, Read
+from rl_transferqueue.controller.durable.journal_thread import Done, Read, Wanted
 from rl_transferqueue.controller.durable.row_loads import PAYLOAD, RowLoads
 from rl_transferqueue.controller.memory_accounting.capacity import Capacity
 from rl_transferqueue.controller.memory_requests import Replies
@@ -36,7 +36,7 @@ class RecordStore(Protocol):
         """Call `done` with None once the record is durable, or with the error that prevented it."""
         ...
 
-    def read(self, generations: Sequence[int], done: Read) -> None:
+    def read(self, generations: Sequence[int], wanted: Wanted, done: Read) -> None:
         """Call `done` with what `Journal.read` returns, or with the error that prevented it."""
         ...
 

@@ -15,13 +15,14 @@ from typing import NamedTuple, TypeAlias
 from rl_protocol.errors import OutputError, RLError
 from rl_protocol.support.fault_points import FaultPoint, reach
 from rl_transferqueue.journal.disk_journal import open_journal
-from rl_transferqueue.journal.records import ClearRecord, Journal, PutRecord, Record, Recovered
+from rl_transferqueue.journal.records import ClearRecord, Journal, PutRecord, ReadPut, Record, Recovered
 from rl_transferqueue.transport.event_loop import Reactor
 
 log = logging.getLogger(__name__)
 
 Done: TypeAlias = Callable[[OutputError | None], None]
-Read: TypeAlias = Callable[[tuple[PutRecord, ...] | OutputError], None]
+Wanted: TypeAlias = Callable[[PutRecord], bool]
+Read: TypeAlias = Callable[[tuple[ReadPut, ...] | OutputError], None]
 _JOIN_S = 30.0
 """Seconds that the last write may take at the end."""
 
@@ -33,6 +34,7 @@ class _Entry(NamedTuple):
 
 class _Query(NamedTuple):
     generations: Sequence[int]
+    wanted: Wanted
     done: Read
 
 
@@ -75,9 +77,9 @@ class JournalThread:
         """Call `done` with None once the record is durable, or with the error that prevented it."""
         self._queue.put(_Entry(record, done))
 
-    def read(self, generations: Sequence[int], done: Read) -> None:
+    def read(self, generations: Sequence[int], wanted: Wanted, done: Read) -> None:
         """Call `done` with what `Journal.read` returns, or with the error that prevented it."""
-        self._queue.put(_Query(generations, done))
+        self._queue.put(_Query(generations, wanted, done))
 
     def close(self) -> None:
         """Write what is queued, without calling back, and close the journal."""
@@ -113,7 +115,7 @@ class JournalThread:
             for part in [[entry] for entry in entries] if self._each else [entries] if entries else []:
                 self._end(partial(entry.done, error) for entry, error in _commit(journal, part))
             for query in (it for it in batch if isinstance(it, _Query)):
-                self._end([partial(query.done, _read(journal, query.generations))])
+                self._end([partial(query.done, _read(journal, query))])
             if self._queue.empty() and any(isinstance(entry.record, ClearRecord) for entry in entries):
                 _compact(journal)
 
@@ -152,9 +154,9 @@ def _commit(journal: Journal, batch: Sequence[_Entry]) -> list[tuple[_Entry, Out
     return outcomes
 
 
-def _read(journal: Journal, generations: Sequence[int]) -> tuple[PutRecord, ...] | OutputError:
+def _read(journal: Journal, query: _Query) -> tuple[ReadPut, ...] | OutputError:
     try:
-        return journal.read(generations)
+        return journal.read(query.generations, query.wanted)
     except OutputError as error:
         return error
 

@@ -15,12 +15,13 @@ from typing import TypeAlias
 import numpy as np
 
 from rl_protocol.errors import CapacityTimeout, OutputError, PlaneTimeout, RLError
-from rl_transferqueue.controller.durable.journal_thread import Read
+from rl_transferqueue.controller.durable.journal_thread import Read, Wanted
 from rl_transferqueue.controller.memory_accounting.capacity import Capacity
 from rl_transferqueue.controller.memory_accounting.occupancy import Occupancy
 from rl_transferqueue.controller.rows.ledger import Ledger
-from rl_transferqueue.journal.records import PutRecord
+from rl_transferqueue.journal.records import PutRecord, ReadPut
 from rl_transferqueue.wire.arrays import Ints
+from rl_transferqueue.wire.header_cache import unpack_header
 from rl_transferqueue.wire.spans import Span, rounded
 
 Loaded: TypeAlias = Callable[[RLError | None], None]
@@ -40,8 +41,8 @@ class RowLoad:
     """Generations that the journal was asked for ..."""
     since: int = 0
     """... in this version of the ledger."""
-    puts: list[PutRecord] | None = None
-    """Puts to be loaded, the newest last; None: the journal is still being read."""
+    puts: list[ReadPut] | None = None
+    """Puts that are not loaded yet; None: the journal is still being read."""
     left: bool = False
     """Nobody waits for it any more."""
     short: bool = False
@@ -65,7 +66,7 @@ class RowLoads:
 
     ledger: Ledger
     capacity: Capacity
-    read: Callable[[Sequence[int], Read], None]
+    read: Callable[[Sequence[int], Wanted, Read], None]
     memory: Callable[[Span], memoryview]
     digest: Callable[[memoryview], bytes]
     on_short: Callable[[], None]
@@ -98,7 +99,7 @@ class RowLoads:
             load = self._waiting[0]
             if load.puts is None:
                 return
-            if not self._load(load.puts, load.since):
+            if not self._load(load, load.puts):
                 if not load.short:
                     load.short = True
                     self.on_short()
@@ -134,10 +135,10 @@ class RowLoads:
                 f"Rows of partition {partition!r} were not read from the journal of the data plane within {timeout_s:.3g} s: its disk is "
                 "slow or busy. Raise TransferQueueConfig.timeout_s, or set TransferQueueConfig.journal_dir to a faster disk."
             )
-        sizes = [rounded(len(put.columns[PAYLOAD])) for put in load.puts if self.ledger.wants(put, load.since)]
-        newest = sizes[-1] if sizes else 0
+        sizes = [rounded(len(it.put.columns[PAYLOAD])) for it in load.puts if self._wants(load, it)]
+        following = sizes[-1] if sizes else 0
         return CapacityTimeout(
-            f"A read of rows of partition {partition!r} that are on the disk alone needs {newest} bytes in one piece for the next of {len(sizes)} "
+            f"A read of rows of partition {partition!r} that are on the disk alone needs {following} bytes in one piece for the next of {len(sizes)} "
             f"puts ({sum(sizes)} bytes in all), and not enough became free within {timeout_s:.3g} s: {self.capacity.room()}. {held} "
             "Drop batches that are done with, read fewer rows at a time, or raise TransferQueueConfig.capacity_mb."
         )
@@ -148,15 +149,19 @@ class RowLoads:
     def _read(self, load: RowLoad, away: Ints) -> None:
         """Ask the journal for rows of a load that waits."""
         load.asked, load.since, load.puts = away, self.ledger.version, None
+        fields = frozenset(load.fields)
 
-        def found(puts: tuple[PutRecord, ...] | OutputError) -> None:
+        def wanted(put: PutRecord) -> bool:
+            return not fields.isdisjoint(column.name for column in unpack_header(put.header).columns)
+
+        def found(puts: tuple[ReadPut, ...] | OutputError) -> None:
             if load.left:
                 return
             try:
                 if isinstance(puts, OutputError):
                     raise puts
-                for put in puts:
-                    self.capacity.check_size(len(put.columns[PAYLOAD]))
+                for it in puts:
+                    self.capacity.check_size(len(it.put.columns[PAYLOAD]))
             except RLError as error:
                 self._waiting.remove(load)
                 load.done(error)
@@ -164,18 +169,20 @@ class RowLoads:
                 load.puts = list(puts)
             self.continue_loading()
 
-        self.read(away.tolist(), found)
+        self.read(away.tolist(), wanted, found)
 
-    def _load(self, puts: list[PutRecord], since: int) -> bool:
-        """Load puts from the newest to the oldest, and remove them from the list; returns whether
-        there was room for all."""
+    def _wants(self, load: RowLoad, read: ReadPut) -> bool:
+        return self.ledger.wants(read, load.since, load.asked, load.fields)
+
+    def _load(self, load: RowLoad, puts: list[ReadPut]) -> bool:
+        """Load puts, and remove them from the list; returns whether there was room for all."""
         while puts:
-            if self.ledger.wants(puts[-1], since):
-                payload = puts[-1].columns[PAYLOAD]
+            if self._wants(load, puts[-1]):
+                payload = puts[-1].put.columns[PAYLOAD]
                 block = self.make_room(partial(self.capacity.take_any, len(payload)))
                 if block is None:
                     return False
                 self.memory(block)[: len(payload)] = payload
-                self.ledger.load(puts[-1], block, since, self.digest(self.memory(block)[: len(payload)]))
+                self.ledger.load(puts[-1], block, load.since, self.digest(self.memory(block)[: len(payload)]))
             puts.pop()
         return True

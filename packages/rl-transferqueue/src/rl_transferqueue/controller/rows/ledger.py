@@ -6,7 +6,7 @@ Every operation checks all of its arguments before it changes anything. What mus
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -21,7 +21,7 @@ from rl_transferqueue.controller.rows.commit_checks import check_commit, check_e
 from rl_transferqueue.controller.rows.lookup import bytes_by_unit, cells_of, existing_slots, places_of
 from rl_transferqueue.controller.rows.partition_rows import describe_rows
 from rl_transferqueue.controller.rows.waiters import Served, Waiters
-from rl_transferqueue.journal.records import PutRecord
+from rl_transferqueue.journal.records import PutRecord, ReadPut
 from rl_transferqueue.memory.block_epochs import Epochs
 from rl_transferqueue.wire.arrays import Ints
 from rl_transferqueue.wire.header_cache import unpack_header
@@ -223,19 +223,22 @@ class Ledger:
         """Grows with every change of a row."""
         return self._partitions.version
 
-    def wants(self, put: PutRecord, since: int) -> bool:
-        """Whether the put has columns of rows that are on the disk alone, and have not changed
-        after version `since`, in which the journal was read."""
-        return bool(self._unloaded(put, since)[0].size)
+    def wants(self, read: ReadPut, since: int, generations: Ints, fields: Collection[str]) -> bool:
+        """Whether the put has one of the fields of one of the rows, and the row has that field on
+        the disk alone, in no later put, and has not changed after version `since`, in which the
+        journal was read."""
+        found = self._unloaded(read, since, fields)
+        return any(np.isin(read.put.generations, generations)[rows].any() for _, _, rows in found)
 
-    def load(self, put: PutRecord, block: Span, since: int, digest: bytes = b"") -> None:
-        """The columns of a put that `wants` has named are in this block again. Of several puts of
-        a row, the newest comes first; `digest` is that of the block's payload, see `Block`."""
-        slots, rows = self._unloaded(put, since)
-        table = self._partitions.get(put.partition)
+    def load(self, read: ReadPut, block: Span, since: int, digest: bytes = b"") -> None:
+        """The columns of a put that `wants` has named are in this block again, of all of its rows;
+        `digest` is that of the block's payload, see `Block`."""
+        put, table = read.put, self._partitions.get(read.put.partition)
         made = self.blocks.add(block, put.header, put.partition, 0)
         made.digest = digest
-        made.cells = made.full_cells = table.columns.load(_names(put.header), slots, made.ref.slot, rows)
+        for names, slots, rows in self._unloaded(read, since, _names(put.header)):
+            made.cells += table.columns.load(names, slots, made.ref.slot, rows)
+        made.full_cells = made.cells
 
     def unchanged(self, partition: str, generations: Ints, since: int) -> bool:
         """Whether none of these rows has changed after version `since`; cleared rows are
@@ -243,15 +246,25 @@ class Ledger:
         table = self._partitions.get(partition)
         return bool(table.changes.unchanged(table.find_generations(generations), since).all())
 
-    def _unloaded(self, put: PutRecord, since: int) -> tuple[Ints, Ints]:
-        """Slots of the rows that have a column of the put on the disk alone, and which rows of the
-        put these are; see `wants`."""
-        table, generations = self._partitions.get(put.partition), np.array(put.generations, np.int64)
+    def _unloaded(self, read: ReadPut, since: int, fields: Collection[str]) -> list[tuple[list[str], Ints, Ints]]:
+        """Columns of the put that later puts have written together, slots of the rows that `wants`
+        means, and which rows of the put these are."""
+        table, generations = self._partitions.get(read.put.partition), np.array(read.put.generations, np.int64)
         slots = table.find_generations(generations)
         rows = np.flatnonzero(np.isin(generations, table.generations(slots)))
-        away = table.columns.on_disk(slots, _names(put.header) if put.header else ())
-        away &= table.changes.unchanged(slots, since)
-        return slots[away], rows[away]
+        same = table.changes.unchanged(slots, since)
+        later = [(set(_names(it.header)), np.array(it.generations, np.int64)) for it in read.later]
+        groups: dict[tuple[int, ...], list[str]] = {}
+        for name in _names(read.put.header):
+            if name in fields:
+                which = tuple(i for i, (names, _) in enumerate(later) if name in names)
+                groups.setdefault(which, []).append(name)
+        found: list[tuple[list[str], Ints, Ints]] = []
+        for which, names in groups.items():
+            newer = np.concatenate([np.zeros(0, np.int64), *(later[i][1] for i in which)])
+            mine = same & table.columns.on_disk(slots, names) & ~np.isin(generations[rows], newer)
+            found.append((names, slots[mine], rows[mine]))
+        return found
 
     def clear(self, partition: str, keys: Sequence[str] | None) -> tuple[int, Served]:
         """Remove rows; returns how many there were, and watchers that are served by it."""
@@ -430,4 +443,4 @@ class Ledger:
 
 
 def _names(header: bytes) -> list[str]:
-    return [column.name for column in unpack_header(header).columns]
+    return [column.name for column in unpack_header(header).columns] if header else []
