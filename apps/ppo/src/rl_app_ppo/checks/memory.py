@@ -140,10 +140,11 @@ def check_memory(
 def step_bytes(
     config: AppConfig, graph: StepGraph, longest: int, validation_rows: int, routed: RoutedLayers | None = None
 ) -> int:
-    """Most bytes that a step can take in the data plane, without images.
+    """Most bytes that must lie in the memory of the data plane for a step, without images.
 
     Of the tokens that top-p keeps without top-k it counts _KEPT_WORDS for each token.
-    Batches that were generated ahead (async_rl.depth) are there, too, and during validation.
+    Batches that were generated ahead (async_rl.depth) are there, too, and during validation. With a
+    journal they leave memory while others need it, and only one batch must fit.
 
     Args:
         config: the configuration of the run.
@@ -169,7 +170,8 @@ def step_bytes(
         rows = batch * rollout.n * (rounds if ROUTED in graph["rollout"].writes else 1)
         train += rows * (longest + rollout.response_length) * routed.layers * routed.top_k * _EXPERT_ID
     validated = rollout.val_kwargs.n * rollout.response_length * widths["rollout"] + longest * _PROMPT_TOKEN
-    batches = StalenessPolicy.of(config.async_rl, batch).capacity // batch
+    ahead = StalenessPolicy.of(config.async_rl, batch).capacity // batch
+    batches = ahead if config.transfer_queue.durability == "off" else 1
     return train * batches + validation_rows * validated if batches > 1 else max(train, validation_rows * validated)
 
 
@@ -194,7 +196,8 @@ def check_plane_size(config: AppConfig, needed: int) -> None:
     """
     least, got = math.ceil(needed * _HEADROOM / 2**20), config.transfer_queue.capacity_mb
     if least > got:
-        rollout, ahead = config.rollout, config.async_rl.steps_ahead
+        rollout = config.rollout
+        ahead = config.async_rl.steps_ahead if config.transfer_queue.durability == "off" else 0
         early = f", and {ahead} steps ahead (async_rl.depth)" if ahead else ""
         raise ConfigError(
             f"transfer_queue.capacity_mb={got} is too small: with data.train_batch_size={config.data.train_batch_size}, rollout.n={rollout.n} "
