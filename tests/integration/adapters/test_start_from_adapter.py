@@ -1,4 +1,4 @@
-"""Runs that start from the adapter of another run, and that write merged models."""
+"""Runs whose policy or critic starts from an adapter, and that write merged models."""
 
 from __future__ import annotations
 
@@ -50,3 +50,22 @@ def test_each_engine_continues_it_and_writes_a_merged_model(app, base_model, ada
     assert {name.split(".")[-2] for name in far} == {"q_proj", "down_proj"}
     # one step of 1e-5 moves the merged weights much less than the adapter had moved them
     assert max((after[name] - before[name]).abs().max() for name in far) < 1e-3
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_critic_of_each_engine_starts_from_an_adapter_and_its_head(app, base_model, tmp_path, engine):
+    import peft
+    import torch
+    from transformers import AutoModelForTokenClassification
+
+    settings = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="TOKEN_CLS")
+    value = peft.get_peft_model(AutoModelForTokenClassification.from_pretrained(base_model, num_labels=1), settings)
+    for name, weight in value.named_parameters():
+        if name.endswith("score.modules_to_save.default.bias"):
+            torch.nn.init.constant_(weight, 100.0)  # far above the rest of a value
+    value.save_pretrained(str(tmp_path / "value"))
+    more = ["algorithm=ppo", f"critic.adapter_path={tmp_path / 'value'}", "trainer.total_training_steps=1"]
+    done = app(f"model_engine={engine}", *ENGINES[engine], *more)
+    assert done.code == 0, done.err
+    assert done.metrics[-1]["critic/values/mean"] > 90  # a new head gives 0

@@ -303,6 +303,20 @@ def test_a_run_is_named_after_what_it_does(words, label):
     assert algorithm_label(load_config(words)) == label
 
 
+def test_an_adapter_of_the_critic_brings_its_options_and_lora(tmp_path):
+    layers = [f"base_model.model.model.layers.0.self_attn.q_proj.lora_{side}.weight" for side in "AB"]
+    tensors = {name: np.zeros((2, 2), np.float32) for name in layers}
+    head = {"base_model.model.score.weight": np.zeros((1, 2), np.float32)}
+    save_file(tensors | head, tmp_path / "adapter_model.safetensors")
+    fields = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "modules_to_save": ["classifier", "score"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(fields))
+    config = resolve(["algorithm=ppo", f"critic.adapter_path={tmp_path}"]).config
+    assert (config.critic.use_lora, config.lora.rank, config.lora.target_modules) == (True, 2, ("q_proj",))
+    (tmp_path / "adapter_config.json").write_text(json.dumps(fields | {"modules_to_save": ["lm_head"]}))
+    with pytest.raises(ConfigError, match=r"^critic\.adapter_path: .*modules_to_save is \['lm_head'\]"):
+        resolve(["algorithm=ppo", f"critic.adapter_path={tmp_path}"])
+
+
 def test_an_adapter_to_start_from_brings_its_options(tmp_path):
     layers = [
         f"base_model.model.model.layers.0.self_attn.{name}_proj.lora_{side}.weight" for name in "qv" for side in "AB"

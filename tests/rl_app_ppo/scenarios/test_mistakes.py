@@ -146,6 +146,7 @@ MISTAKES = [
     (["algorithm=ppo", "reference.path=teacher"], ["reference.path", "algorithm.adv_estimator=opd"]),
     (["lora.adapter_path=model"], ["lora.adapter_path='model' must be a PEFT folder", "it has no adapter_config.json"]),
     (["lora.adapter_path=gone"], ["lora.adapter_path='gone' must be a PEFT folder", "adapter_config.json", "rl-megatron-peft convert"]),
+    (["algorithm=ppo", "critic.adapter_path=model"], ["critic.adapter_path='model' must be a PEFT folder", "no adapter_config.json"]),
     (["trainer.output_dir=/proc/nowhere"], ["/proc/nowhere", "trainer.output_dir"]),
     (["--config", "bad.yaml"], ["--config bad.yaml", "line 2, column 1"]),
     (["--config", "gone.yaml"], ["--config gone.yaml", "No such file"]),

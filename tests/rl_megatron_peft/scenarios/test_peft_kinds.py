@@ -10,7 +10,7 @@ import numpy as np
 import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from rl_megatron_peft import AdapterError, read_adapter
 
@@ -236,3 +236,37 @@ def test_a_pickled_adapter_is_refused_with_the_way_to_convert_it(base, tmp_path)
     (tmp_path / "a" / "adapter_model.safetensors").unlink()
     with pytest.raises(AdapterError, match=r"adapter_model\.bin: file is a pickle.*save_pretrained\(new_folder\)"):
         read_adapter(tmp_path / "a")
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_a_critic_has_the_values_of_pefts_model_for_tokens(models, ranks, program, tmp_path, use_dora):
+    settings = peft.LoraConfig(task_type="TOKEN_CLS", **SOME, use_dora=use_dora)
+    model = AutoModelForTokenClassification.from_pretrained(models / "qwen2", num_labels=1)
+    theirs = peft.get_peft_model(model, settings).eval()
+    torch.manual_seed(1)
+    for name, weight in theirs.named_parameters():
+        if "lora_B" in name or "score.modules_to_save" in name:
+            torch.nn.init.normal_(weight, std=0.5)
+    theirs.save_pretrained(str(tmp_path))
+    batch, want = program.batch_of(5, 99), list[torch.Tensor]()
+    for prompt, response in zip(batch.ragged("prompts").rows(), batch.ragged("responses").rows(), strict=True):
+        with torch.no_grad():
+            values = theirs(torch.tensor([*prompt, *response])[None]).logits[0, len(prompt) - 1 : -1, 0]
+        want.append(values)
+    adapter = read_adapter(tmp_path, value_head=True)
+    critic = program.critic_of(models / "qwen2", ranks, "canonical", lora=adapter.config)
+    critic.load_adapter(tmp_path)
+    assert close(program.values_of(critic), torch.cat(want).numpy())
+    with pytest.raises(AdapterError, match="modules_to_save"):
+        read_adapter(tmp_path)
+
+
+def test_a_head_of_another_model_is_refused(models, ranks, program, tmp_path):
+    settings = peft.LoraConfig(task_type="TOKEN_CLS", **SOME)
+    model = AutoModelForTokenClassification.from_pretrained(models / "qwen2", num_labels=2)
+    peft.get_peft_model(model, settings).save_pretrained(str(tmp_path))
+    adapter = read_adapter(tmp_path, value_head=True)
+    critic = program.critic_of(models / "qwen2", ranks, "canonical", lora=adapter.config)
+    with pytest.raises(AdapterError, match=r"score\.bias has shape \(2,\); expected \(1,\)") as caught:
+        critic.load_adapter(tmp_path)
+    assert caught.value.field == "base_model.model.score.bias"

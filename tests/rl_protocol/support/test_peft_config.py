@@ -35,6 +35,14 @@ def test_every_other_field_is_refused_unless_it_is_honored(field):
     assert unread_field(fields, {*BASIC, field}) is None
 
 
+@pytest.mark.parametrize(
+    ("saved", "field"), [(["classifier", "score"], None), (["score", "lm_head"], "modules_to_save")]
+)
+def test_modules_that_the_reader_reads_whole_may_be_saved(saved, field):
+    found = unread_field(written(modules_to_save=saved), BASIC, ("classifier", "score"))
+    assert (found and found[0]) == field
+
+
 @pytest.mark.parametrize("start", [True, False, None, "gaussian", "Gaussian", "orthogonal", "eva", "mica"])
 def test_initializations_that_leave_the_base_as_it_is_change_nothing(start):
     assert unread_field(written() | {"init_lora_weights": start}, BASIC) is None

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from rl_protocol import ConfigError
 from rl_trainer.config.adapter_folder import adapter_options, check_adapter, read_shapes
@@ -46,6 +46,23 @@ def test_an_adapter_that_the_options_would_make_is_accepted(tmp_path):
     assert read_shapes(folder) == {name: {"lora_A": (2, 8), "lora_B": (6, 2)} for name in (Q, V)}
     only_q = folder_of(tmp_path / "q", modules=(Q,))
     check_adapter(options(only_q, target_modules=("q_proj",)), {Q: (6, 8), V: (6, 8)})
+
+
+def test_a_value_head_is_read_for_a_critic_alone(tmp_path):
+    folder = folder_of(tmp_path, FIELDS | {"modules_to_save": ["classifier", "score"]})
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"base_model.model.score.weight": np.zeros((1, 8), np.float32)}, file)
+    base = {Q: (6, 8), V: (6, 8)}
+    check_adapter(options(folder), base | {"score": (1, 8)}, value_head=True)
+    check_adapter(options(folder), value_head=True)
+    with pytest.raises(ConfigError, match=r"score must have a weight of \(1, 7\)"):
+        check_adapter(options(folder), base | {"score": (1, 7)}, value_head=True)
+    with pytest.raises(ConfigError, match="modules_to_save is"):
+        check_adapter(options(folder), base)
+    save_file(tensors | {"base_model.model.score.bias": np.zeros(1, np.float32)}, file)
+    with pytest.raises(ConfigError, match=r"score must have a weight of \(1, hidden size\)"):
+        check_adapter(options(folder), value_head=True)
 
 
 def test_options_that_are_read_from_an_adapter_are_those_it_was_made_with(tmp_path):

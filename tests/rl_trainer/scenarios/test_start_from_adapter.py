@@ -1,4 +1,4 @@
-"""The torch policy continues adapters that peft saved, saves them, and merges them."""
+"""Policy and critic on torch continue adapters of peft; the policy saves and merges them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,18 @@ import pytest
 import torch
 from relative import apart
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
 
 from rl_protocol import ConfigError
-from rl_trainer import ActorConfig, LoraConfig, OptimConfig
+from rl_trainer import ActorConfig, CriticConfig, LoraConfig, OptimConfig
 from rl_trainer.backends.token_batch import token_batch
+from rl_trainer.backends.torch_critic import TorchCriticBackend
 from rl_trainer.backends.torch_policy import TorchPolicyBackend
 from rl_trainer.rollout.hf_engine import HFRolloutEngine
 
@@ -132,3 +139,62 @@ def test_an_adapter_of_another_base_or_without_a_layer_is_refused(model_path, sa
     save_file(tensors | {name: torch.zeros(lora.rank, 3)}, file)
     with pytest.raises(ConfigError, match=rf"{one} for a weight of \(\d+, 3\), and the base model's is"):
         policy_of(model_path, options)
+
+
+def critic_adapter(model_path, folder, model=AutoModelForTokenClassification, labels=1, **settings):
+    """Options with the path of an adapter with random weights, head included, and peft's model."""
+    kind = "TOKEN_CLS" if model is AutoModelForTokenClassification else "SEQ_CLS"
+    lora = LoraConfig(rank=3, alpha=6, target_modules=("q_proj", "down_proj"), adapter_path=str(folder), **settings)
+    made = peft.LoraConfig(r=3, lora_alpha=6, target_modules=list(lora.targets()), task_type=kind, **settings)
+    adapted = peft.get_peft_model(model.from_pretrained(model_path, num_labels=labels), made).eval()
+    torch.manual_seed(1)
+    for name, weight in adapted.named_parameters():
+        if "lora_B" in name or "score.modules_to_save" in name:
+            torch.nn.init.normal_(weight, std=0.5)
+    adapted.save_pretrained(str(folder))
+    return lora, adapted
+
+
+def critic_of(path, lora):
+    return TorchCriticBackend(path, CriticConfig(use_lora=True), lora=lora, rollout_n=1, seed=3)
+
+
+def hidden_states(adapted, batch):
+    tokens = token_batch(batch, 0)
+    with torch.no_grad():
+        return tokens.read(adapted.base_model.model.base_model(**tokens.inputs).last_hidden_state)
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_values_of_a_critic_are_the_logits_of_pefts_model_for_tokens(model_path, training_batch, tmp_path, use_dora):
+    lora, theirs = critic_adapter(model_path, tmp_path / "value", use_dora=use_dora)
+    critic, batch = critic_of(model_path, lora), training_batch(policy_of(model_path, LoraConfig()))
+    expected = logits(theirs, batch).squeeze(-1)
+    values = torch.tensor(critic.compute_values(batch).ragged("values").values)
+    assert expected.std() > 1e-2
+    assert apart(values, expected) < 1e-5
+
+
+def test_a_head_of_a_sequence_classifier_has_no_bias(model_path, training_batch, tmp_path):
+    lora, theirs = critic_adapter(model_path, tmp_path / "value", AutoModelForSequenceClassification)
+    critic, batch = critic_of(model_path, lora), training_batch(policy_of(model_path, LoraConfig()))
+    head = theirs.base_model.model.score.modules_to_save["default"].weight
+    expected = hidden_states(theirs, batch) @ head[0].detach()
+    assert apart(torch.tensor(critic.compute_values(batch).ragged("values").values), expected) < 1e-5
+
+
+def test_a_critic_that_starts_from_the_adapter_of_a_policy_has_a_new_head(model_path, saved, training_batch):
+    lora, theirs = saved
+    critic, batch = critic_of(model_path, lora), training_batch(policy_of(model_path, LoraConfig()))
+    assert not critic.compute_values(batch).ragged("values").values.any()
+    torch.nn.init.ones_(critic._model.head.weight)
+    expected = hidden_states(theirs, batch).sum(-1)
+    assert apart(torch.tensor(critic.compute_values(batch).ragged("values").values), expected) < 1e-5
+
+
+def test_a_head_of_several_labels_is_refused(model_path, tmp_path):
+    lora, _ = critic_adapter(model_path, tmp_path / "value", labels=2)
+    with pytest.raises(ConfigError, match=r"score must have a weight of \(1, \d+\).*one label.*got .*\(2, \d+\)"):
+        critic_of(model_path, lora)
+    with pytest.raises(ConfigError, match="modules_to_save"):
+        policy_of(model_path, lora)

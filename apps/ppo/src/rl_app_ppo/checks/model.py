@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from rl_app_ppo.checks.facts import Facts
 from rl_app_ppo.checks.memory import available_bytes, check_memory, matrices, parameters, trained_parameters
+from rl_app_ppo.config.full_keys import adapter_errors
 from rl_app_ppo.config.model_path import given_reference, read_json
 from rl_app_ppo.config.placement import Role
 from rl_app_ppo.config.presets import NO_PRESET, of_demo
@@ -15,6 +17,7 @@ from rl_app_ppo.demo.demos import DEMOS
 from rl_app_ppo.inputs.megatron_model import check_megatron_model
 from rl_app_ppo.inputs.tokenizer import load_tokenizer
 from rl_protocol import ConfigError
+from rl_protocol.support.peft_config import VALUE_HEAD
 from rl_trainer import needs_critic
 from rl_trainer.config.adapter_folder import check_adapter
 from rl_trainer.data.model_families import ROUTED_FAMILIES, why_padded
@@ -36,6 +39,7 @@ def check_model(facts: Facts) -> None:
         _check_targets(config, path)
         check_megatron_model(config, path)
     _check_adapter(config, path, sees_images=facts.sees_images)
+    _check_critic_adapter(facts)
     _check_experts(facts)
     config.generator.check_model(facts.model_config, config.rollout)
     if path is not None:
@@ -133,6 +137,17 @@ def _check_adapter(config: AppConfig, path: Path | None, *, sees_images: bool) -
             f"lora.adapter_path={config.lora.adapter_path!r} needs checkpoint_engine.enabled=true, by which the rollout gets the adapter; got "
             "false."
         )
+
+
+def _check_critic_adapter(facts: Facts) -> None:
+    """Check that the critic can start from a given adapter."""
+    config, path, hidden = facts.config, facts.model, facts.model_config.get("hidden_size")
+    if not config.critic.adapter_path:
+        return
+    known = path is not None and not facts.sees_images
+    base = matrices(path) | {VALUE_HEAD: (1, int(hidden))} if path is not None and known and hidden else None
+    with adapter_errors("critic.adapter_path"):
+        check_adapter(replace(config.lora, adapter_path=config.critic.adapter_path), base, value_head=True)
 
 
 def _check_experts(facts: Facts) -> None:

@@ -89,6 +89,16 @@ def full_keys_in_errors() -> Generator[None]:
         raise
 
 
+@contextmanager
+def adapter_errors(key: str) -> Generator[None]:
+    """Put the key of an adapter's path into the errors of a block; policy and critic have one."""
+    try:
+        yield
+    except RLError as error:
+        error.message = error.message.replace("LoraConfig.adapter_path", key)
+        raise
+
+
 class FullKeysFormatter(logging.Formatter):
     """The format of every log of a run; records have the keys of the app."""
 

@@ -1,8 +1,8 @@
 """Resolve YAML and dotted overrides to an AppConfig.
 
 Precedence, weakest first: defaults of the schema, of `model_engine=...`, of the model's family, of
-the adapter of `lora.adapter_path=...`, of `placement=...`, of `algorithm=...`, of each `preset=...`
-in order, then the file of `--config`, then the overrides.
+the adapters of `critic.adapter_path=...` and `lora.adapter_path=...`, of `placement=...`, of
+`algorithm=...`, of each `preset=...` in order, then the file of `--config`, then the overrides.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rl_app_ppo.config.full_keys import full_keys_in_errors
+from rl_app_ppo.config.full_keys import adapter_errors, full_keys_in_errors
 from rl_app_ppo.config.model_path import model_type
 from rl_app_ppo.config.other_trainers import describe_other
 from rl_app_ppo.config.placement import (
@@ -171,7 +171,8 @@ def _layers_below(given: Sequence[Source]) -> list[Source]:
     return [
         (f"default of model_engine={engine.name}", _of_models(engine.defaults)),
         *_padding(engine, chosen.get("model.path")),
-        *_of_adapter(chosen.get("lora.adapter_path")),
+        *_of_adapter("critic.adapter_path", chosen),
+        *_of_adapter("lora.adapter_path", chosen),
         *_of_old_log_prob(chosen),
         *_of_generator(str(chosen.get("rollout.name", AppConfig().rollout.name))),
         (why, {"placement": placement, **beside}),
@@ -211,11 +212,14 @@ def _padding(engine: TrainingBackendSpec, model: object) -> list[Source]:
     return [(f"model.path={model} {reason}", _of_models({"use_remove_padding": False}))] if reason else []
 
 
-def _of_adapter(path: object) -> list[Source]:
+def _of_adapter(key: str, chosen: Mapping[str, object]) -> list[Source]:
     """The layer with the options that the adapter to start from was made with."""
+    path, critic = chosen.get(key), key == "critic.adapter_path"
     if not path or not isinstance(path, str):
         return []
-    return [(f"lora.adapter_path={path}", {f"lora.{name}": value for name, value in adapter_options(path).items()})]
+    with adapter_errors(key):
+        options = {f"lora.{name}": value for name, value in adapter_options(path, value_head=critic).items()}
+    return [(f"{key}={path}", options | ({"critic.use_lora": True} if critic else {}))]
 
 
 def _of_generator(name: str) -> list[Source]:

@@ -46,7 +46,16 @@ def given_reference(config: AppConfig) -> Path | None:
 
 def given_adapter(config: AppConfig) -> str:
     """Absolute path of the adapter that the policy starts from; empty: none."""
-    return config.lora.adapter_path and str(Path(config.lora.adapter_path).expanduser().absolute())
+    return _absolute(config.lora.adapter_path)
+
+
+def given_critic_adapter(config: AppConfig) -> str:
+    """The same of the critic."""
+    return _absolute(config.critic.adapter_path)
+
+
+def _absolute(path: str) -> str:
+    return path and str(Path(path).expanduser().absolute())
 
 
 def find_model(name: str) -> Path:

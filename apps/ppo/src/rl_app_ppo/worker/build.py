@@ -297,7 +297,7 @@ def _trained(
     n, seed, top = config.rollout.n, config.trainer.seed, config.actor.kl_loss_topk
     seed_generators(seed, call.rank, TRAINED.index(role))
     if role == "critic":
-        adapters = config.lora if config.critic.use_lora else None
+        adapters = replace(config.lora, adapter_path=call.critic_adapter_path) if config.critic.use_lora else None
         critic = TorchCriticBackend(path, config.critic, lora=adapters, rollout_n=n, seed=seed, strategy=strategy)
         return CriticWorker(plane, columns, critic), None
     if role == "ref":

@@ -93,7 +93,10 @@ def build_megatron(
 
     def build(role: Role, _: RolloutEngine | None) -> Built:
         if role == "critic":
-            return CriticWorker(plane, columns, megatron_critic(config, path, ranks)), None
+            critic = megatron_critic(config, path, ranks)
+            if call.critic_adapter_path:
+                critic.load_adapter(Path(call.critic_adapter_path))
+            return CriticWorker(plane, columns, critic), None
         temperature = config.rollout.temperature
         if role == "ref":
             reference = megatron_policy(config, Path(call.reference_path or path), ranks, frozen=True)

@@ -46,6 +46,8 @@ class BuildCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Folder of the reference policy; empty: the one of the policy."""
     adapter_path: str = ""
     """PEFT folder that the policy starts from; empty: none."""
+    critic_adapter_path: str = ""
+    """PEFT folder that the critic starts from; empty: none."""
     plane: bytes
     """PlaneDescriptor, JSON."""
     rank: int = 0

@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from rl_megatron_peft.backend.io.hf_export import write_model
 from rl_megatron_peft.backend.learner import MegatronLearner, MetricSums, MiniBatchCounts
-from rl_megatron_peft.backend.model.value_head import gather_value_head
+from rl_megatron_peft.backend.model.value_head import gather_value_head, set_value_head
 from rl_megatron_peft.backend.model.weight_mapping import OwnMapping
+from rl_megatron_peft.peft.adapter_folder import read_value_head
 from rl_protocol import BatchData
 from rl_protocol.torch import to_weight
 
@@ -61,6 +62,17 @@ class MegatronCriticBackend(MegatronLearner[ValueLoss]):
 
         found = self.run_update(batch, mini_batches, loss_of)
         return {f"critic/{name}": value for name, value in found.items() if name != "loss"}
+
+    def load_adapter(self, path: Path) -> None:
+        """Load the adapter of a PEFT folder, and its value head, if it has one.
+
+        Raises:
+            AdapterError: see `MegatronLearner.load_adapter`; or the head differs in shape.
+            ConfigError: the critic has no LoRA.
+        """
+        head = read_value_head(path, self.shape.hidden)
+        super().load_adapter(path)
+        set_value_head(self.model, self.ranks, head)
 
     def _export(self) -> Callable[[Path], Sequence[Path]]:
         """Copy the model for transformers' AutoModelForTokenClassification, adapters merged in.

@@ -20,6 +20,7 @@ from rl_megatron_peft.backend.io.snapshot import own_tensors, restore_snapshot, 
 from rl_megatron_peft.backend.lora.adapter_layer import LoraLayer
 from rl_megatron_peft.backend.lora.attach import attach
 from rl_megatron_peft.backend.lora.dropout import DropoutContext
+from rl_megatron_peft.backend.lora.gather_adapter import scatter_adapter
 from rl_megatron_peft.backend.model.expert_replay import ExpertReplay
 from rl_megatron_peft.backend.model.gpt import build_model
 from rl_megatron_peft.backend.model.value_head import put_value_head
@@ -42,6 +43,7 @@ from rl_megatron_peft.backend.train.param_groups import (
 from rl_megatron_peft.backend.train.settings import TrainSettings
 from rl_megatron_peft.base_model.fingerprint import fingerprint
 from rl_megatron_peft.base_model.model_shape import ModelShape
+from rl_megatron_peft.peft.adapter_folder import read_adapter
 from rl_megatron_peft.peft.checkpoint_folders import new_folder
 from rl_megatron_peft.peft.lora_config import LoraConfig
 from rl_protocol import BatchData, ConfigError, OutputError, RaggedColumn
@@ -341,6 +343,33 @@ class MegatronLearner(ABC, Generic[LossFn]):
         problem = str(all_gather_json(problem, self.ranks.device)[0])
         if problem:
             raise OutputError(problem, path=str(path))
+
+    def load_adapter(self, path: Path) -> None:
+        """Load the adapter of a PEFT folder; the optimizer state is not changed.
+
+        Raises:
+            AdapterError: it is damaged, or differs from this model in base model or settings;
+                names file and field. Nothing is changed.
+            ConfigError: the model has no LoRA.
+        """
+        lora = self._require_lora()
+        scatter_adapter(
+            read_adapter(path, value_head=self.has_value_head),
+            self.adapters,
+            lora,
+            self.shape,
+            self.ranks,
+            fingerprint=self.fingerprint,
+            source=str(path),
+        )
+
+    def _require_lora(self) -> LoraConfig:
+        if self.lora is None:
+            raise ConfigError(
+                "All weights of this model are trained: it has no adapter and no copy of its first weights. Set a LoraConfig.",
+                field="lora",
+            )
+        return self.lora
 
     @abstractmethod
     def _export(self) -> Callable[[Path], Sequence[Path]]:

@@ -15,11 +15,10 @@ import torch.distributed as dist
 from rl_megatron_peft.backend.io.hf_export import write_model
 from rl_megatron_peft.backend.learner import MegatronLearner, MetricSums, MiniBatchCounts
 from rl_megatron_peft.backend.lora.attach import adapters_off
-from rl_megatron_peft.backend.lora.gather_adapter import gather_adapter, scatter_adapter
+from rl_megatron_peft.backend.lora.gather_adapter import gather_adapter
 from rl_megatron_peft.backend.train.forward_backward import log_probs
-from rl_megatron_peft.peft.adapter_folder import Adapter, peft_tensors, read_adapter, write_adapter_files
-from rl_megatron_peft.peft.lora_config import LoraConfig
-from rl_protocol import BatchData, ConfigError, WeightTensor
+from rl_megatron_peft.peft.adapter_folder import Adapter, peft_tensors, write_adapter_files
+from rl_protocol import BatchData, WeightTensor
 from rl_protocol.kept_tokens import KeptTokens
 from rl_protocol.ports import WeightCapabilities
 from rl_protocol.torch import to_weight
@@ -117,33 +116,6 @@ class MegatronPolicyBackend(MegatronLearner[PolicyLoss]):
         writes = dist.get_rank() == 0
         weights = [dataclasses.replace(weight, data=weight.data.copy()) for weight in self.named_weights() if writes]
         return partial(write_model, base=self.path, weights=weights)
-
-    def load_adapter(self, path: Path) -> None:
-        """Load the adapter of a PEFT folder; the optimizer state is not changed.
-
-        Raises:
-            AdapterError: it is damaged, or differs from this policy in base model or settings;
-                names file and field. Nothing is changed.
-            ConfigError: the policy has no LoRA.
-        """
-        lora = self._require_lora()
-        scatter_adapter(
-            read_adapter(path),
-            self.adapters,
-            lora,
-            self.shape,
-            self.ranks,
-            fingerprint=self.fingerprint,
-            source=str(path),
-        )
-
-    def _require_lora(self) -> LoraConfig:
-        if self.lora is None:
-            raise ConfigError(
-                "All weights of this policy are trained: it has no adapter and no copy of its first weights. Set a LoraConfig.",
-                field="lora",
-            )
-        return self.lora
 
     def _log_probs(
         self, logits: torch.Tensor, micro: BatchData, temperature: float

@@ -13,7 +13,7 @@ from rl_megatron_peft.base_model.naming import TARGETS, HFModule
 from rl_megatron_peft.errors import bad_file
 from rl_megatron_peft.peft.lora_config import LoraConfig, Modules
 from rl_protocol.errors import ConfigError
-from rl_protocol.support.peft_config import unread_field
+from rl_protocol.support.peft_config import HEADS, unread_field
 
 HONORED = frozenset(
     {
@@ -61,8 +61,10 @@ def to_peft(config: LoraConfig, base_model: str) -> dict[str, object]:
     }
 
 
-def from_peft(file: str, fields: Mapping[str, Any]) -> LoraConfig:
+def from_peft(file: str, fields: Mapping[str, Any], *, value_head: bool = False) -> LoraConfig:
     """Build a LoraConfig from the fields of `adapter_config.json`.
+
+    With `value_head` `modules_to_save` may name the head of a model for classification.
 
     Raises:
         AdapterError: the method is not LoRA, a value is wrong, or a field changes the adapter in a
@@ -70,7 +72,7 @@ def from_peft(file: str, fields: Mapping[str, Any]) -> LoraConfig:
     """
     if fields.get("peft_type") != "LORA":
         raise bad_file(file, "peft_type", f"must be 'LORA'; got {fields.get('peft_type')!r}")
-    lost = unread_field(fields, HONORED)
+    lost = unread_field(fields, HONORED, HEADS if value_head else ())
     if lost is not None:
         raise bad_file(file, *lost)
     try:

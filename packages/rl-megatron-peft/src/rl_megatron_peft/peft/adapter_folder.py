@@ -31,11 +31,12 @@ from rl_megatron_peft.peft.checkpoint_folders import PEFT_CONFIG, new_folder
 from rl_megatron_peft.peft.lora_config import LoraConfig
 from rl_protocol.batch.weight_tensor import WeightTensor
 from rl_protocol.errors import ConfigError, SchemaError
-from rl_protocol.support.peft_config import PICKLED, PICKLED_FILE
+from rl_protocol.support.peft_config import PICKLED, PICKLED_FILE, VALUE_HEAD
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 MANIFEST_FILE = "adapter_manifest.json"
 PREFIX = "base_model.model."
+_HEAD = f"{PREFIX}{VALUE_HEAD}."
 
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _CODES = {name: code for code, name in _DTYPES.items()}
@@ -176,8 +177,12 @@ def peft_tensors(adapter: Adapter) -> dict[str, WeightTensor]:
     }
 
 
-def read_adapter(path: Path) -> Adapter:
+def read_adapter(path: Path, *, value_head: bool = False) -> Adapter:
     """Read and verify an adapter folder. The tensors are views of the bytes read.
+
+    Args:
+        path: the folder.
+        value_head: it may also hold a value head, which `read_value_head` reads.
 
     Raises:
         AdapterError: a file is missing, damaged, or contradicts another; names file and field.
@@ -188,12 +193,40 @@ def read_adapter(path: Path) -> Adapter:
     if (path / MANIFEST_FILE).exists():
         fingerprint = _check_manifest(path, {PEFT_CONFIG: config_bytes, WEIGHTS_FILE: weights_bytes})
     fields = _json_object(path / PEFT_CONFIG, config_bytes)
-    config = from_peft(str(path / PEFT_CONFIG), fields)
-    pairs = _pairs_from(str(path / WEIGHTS_FILE), weights_bytes)
+    config = from_peft(str(path / PEFT_CONFIG), fields, value_head=value_head)
+    entries = _entries(str(path / WEIGHTS_FILE), weights_bytes)
+    if value_head:
+        entries = {name: entry for name, entry in entries.items() if not name.startswith(_HEAD)}
+    pairs = _pairs_from(str(path / WEIGHTS_FILE), entries)
     base_model = str(fields.get("base_model_name_or_path") or "")
     adapter = Adapter(base_model=base_model, config=config, pairs=pairs, fingerprint=fingerprint)
     verify_adapter(adapter, str(path / WEIGHTS_FILE))
     return adapter
+
+
+def read_value_head(path: Path, hidden: int) -> dict[str, WeightTensor]:
+    """Read the head of a model for token or sequence classification from an adapter folder.
+
+    Args:
+        path: the folder.
+        hidden: hidden size of the base model.
+
+    Returns:
+        `weight` [1, hidden] and, if it has one, `bias` [1]; empty: the folder has no head.
+
+    Raises:
+        AdapterError: the file is damaged, or a shape differs; names file and field.
+    """
+    file = str(path / WEIGHTS_FILE)
+    entries = _entries(file, _read(path / WEIGHTS_FILE))
+    head = {name[len(_HEAD) :]: _tensor(file, name, one) for name, one in entries.items() if name.startswith(_HEAD)}
+    wanted = {"weight": (1, hidden), "bias": (1,)}
+    for name, tensor in head.items():
+        if tensor.shape != wanted.get(name):
+            raise bad_file(file, f"{_HEAD}{name}", f"has shape {tensor.shape}; expected {wanted.get(name, 'none')}")
+    if head and "weight" not in head:
+        raise bad_file(file, f"{_HEAD}weight", "is missing, but the bias is present")
+    return head
 
 
 # -- tensors
@@ -216,13 +249,18 @@ def _weights_bytes(adapter: Adapter) -> list[bytes | memoryview]:
     return [len(text).to_bytes(8, "little"), text, *(tensor.data.data for tensor in tensors.values())]
 
 
-def _pairs_from(file: str, raw: bytes) -> dict[str, LoraPair]:
+def _entries(file: str, raw: bytes) -> dict[str, dict[str, Any]]:
+    """Name of each tensor -> its dtype, shape and data."""
     try:
         entries: list[tuple[str, dict[str, Any]]] = safetensors.deserialize(raw)  # pyright: ignore[reportAssignmentType]
     except safetensors.SafetensorError as error:
         raise bad_file(file, "header", f"is not a safetensors header: {error}") from error
+    return dict(entries)
+
+
+def _pairs_from(file: str, entries: Mapping[str, Mapping[str, Any]]) -> dict[str, LoraPair]:
     factors: dict[str, dict[str, WeightTensor]] = {}
-    for name, entry in entries:
+    for name, entry in entries.items():
         suffix = next((s for s in _FACTORS if name.endswith(s)), None)
         if suffix is None or not name.startswith(PREFIX):
             raise bad_file(

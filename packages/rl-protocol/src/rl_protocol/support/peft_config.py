@@ -7,6 +7,7 @@ result, including fields of later PEFT versions. The tables follow PEFT 0.21, wh
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import cast
 
 PICKLED_FILE = "adapter_model.bin"
 PICKLED = (
@@ -14,6 +15,11 @@ PICKLED = (
     "PeftModel.from_pretrained(base, folder).save_pretrained(new_folder)"
 )
 """What is wrong with that file: a predicate without a full stop."""
+
+VALUE_HEAD = "score"
+"""Module of transformers' AutoModelForTokenClassification that maps hidden states to values."""
+HEADS = ("classifier", VALUE_HEAD)
+"""What peft lists in `modules_to_save` of a model for classification, whichever it has."""
 
 WITHOUT_EFFECT = frozenset(
     {
@@ -52,7 +58,9 @@ _MERGE = (
 )
 
 
-def unread_field(fields: Mapping[str, object], honored: Collection[str]) -> tuple[str, str] | None:
+def unread_field(
+    fields: Mapping[str, object], honored: Collection[str], saved: Collection[str] = ()
+) -> tuple[str, str] | None:
     """Find a field whose value changes what the adapter computes and that the reader does not
     honor.
 
@@ -63,6 +71,7 @@ def unread_field(fields: Mapping[str, object], honored: Collection[str]) -> tupl
     Args:
         fields: the JSON object of `adapter_config.json`, `peft_type` LORA.
         honored: fields that the reader applies.
+        saved: modules that it reads whole, which `modules_to_save` may name.
 
     Returns:
         The field and what is wrong with it (a predicate without a full stop), or None if there is
@@ -72,7 +81,9 @@ def unread_field(fields: Mapping[str, object], honored: Collection[str]) -> tupl
         if field in honored or field in WITHOUT_EFFECT:
             continue
         value = fields[field]
-        if field == "init_lora_weights":
+        if field == "modules_to_save" and isinstance(value, list) and {*cast("list[object]", value)} <= {*saved}:
+            why = None
+        elif field == "init_lora_weights":
             why = _initialization(value)
         elif value in _UNUSED or (field, value) == ("bias", "none"):
             why = None

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from rl_protocol import ConfigError
+from rl_protocol.support.peft_config import VALUE_HEAD
 from rl_trainer.backends.experts.adapters import adapted_experts, expert_delta, factor_shapes, plain_name
 from rl_trainer.backends.experts.checkpoint_weights import FUSED
 from rl_trainer.config.adapter_folder import WEIGHTS_FILE, check_adapter
@@ -40,24 +41,44 @@ def attach(model: Any, config: LoraConfig, seed: int) -> Any:
     return adapted.eval()
 
 
-def _load(adapted: Any, config: LoraConfig) -> None:
-    """Replace the weights of the adapters by those of a PEFT folder, as float32."""
-    linear = (
-        (name.removeprefix(PREFIX), module) for name, module in adapted.named_modules() if hasattr(module, "base_layer")
-    )
-    check_adapter(config, {name: tuple(module.base_layer.weight.shape) for name, module in linear})
-    tensors = load_file(Path(config.adapter_path).expanduser() / WEIGHTS_FILE)
-    state: dict[str, torch.Tensor] = adapted.state_dict()
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            state[f"{name.removesuffix('.weight')}.{ADAPTER}.weight"].copy_(tensor)
+def attach_to_critic(body: Any, prefix: str, head: torch.nn.Linear, config: LoraConfig, seed: int) -> None:
+    """Replace the targets in the body of a value model by modules with adapters; see `attach`.
 
-
-def attach_in_place(body: Any, config: LoraConfig, seed: int) -> None:
-    """Replace the targets in a model without its head by modules with adapters; see `attach`."""
+    Args:
+        body: the model without its head.
+        prefix: name of the body in its whole model, such as `model.`.
+        head: its value head, which takes the weights of the folder's, if it has one.
+        config: settings of the adapters.
+        seed: of fresh ones.
+    """
     with _seeded(seed):
         peft.inject_adapter_in_model(_settings(body, config), body, ADAPTER)
+    if config.adapter_path:
+        _load(body, config, f"{PREFIX}{prefix}", head)
     body.eval()
+
+
+def _load(adapted: Any, config: LoraConfig, prefix: str = "", head: torch.nn.Linear | None = None) -> None:
+    """Replace the weights of the adapters, and of a value head, by those of a PEFT folder, as
+    float32.
+
+    `prefix` and a name in `adapted` are PEFT's name.
+    """
+    linear = (
+        (f"{prefix}{name}".removeprefix(PREFIX), module)
+        for name, module in adapted.named_modules()
+        if hasattr(module, "base_layer")
+    )
+    shapes = {name: tuple(module.base_layer.weight.shape) for name, module in linear}
+    state: dict[str, torch.Tensor] = {f"{prefix}{name}": tensor for name, tensor in adapted.state_dict().items()}
+    if head is not None:
+        shapes[VALUE_HEAD] = tuple(head.weight.shape)
+        state |= {f"{PREFIX}{VALUE_HEAD}.{name}": tensor for name, tensor in head.state_dict().items()}
+    check_adapter(config, shapes, value_head=head is not None)
+    tensors = load_file(Path(config.adapter_path).expanduser() / WEIGHTS_FILE)
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            state[name if name in state else f"{name.removesuffix('.weight')}.{ADAPTER}.weight"].copy_(tensor)
 
 
 def _settings(model: Any, config: LoraConfig, **more: Any) -> peft.LoraConfig:

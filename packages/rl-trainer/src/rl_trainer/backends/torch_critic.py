@@ -50,7 +50,8 @@ class TorchCriticBackend:
         path: Hugging Face checkpoint folder whose body the critic starts from.
         config: the critic's settings.
         lora: adapters to train beside the value head, in place of all weights; needs the extra
-            `lora`.
+            `lora`. The folder of its adapter_path may hold a value head, too; else first values
+            are 0.
         rollout_n: responses per prompt; a mini-batch has ppo_mini_batch_size * rollout_n of them.
         seed: run seed, for the order of mini-batches and fresh adapters.
         forward_rows: responses per forward pass when no gradient is needed.
@@ -75,9 +76,10 @@ class TorchCriticBackend:
         language_model, unread = self._strategy.load(Path(path), packed=config.use_remove_padding, whole=dora)
         self._model = ValueModel(language_model).eval()
         if self._lora is not None:
-            from rl_trainer.backends.peft_lora import attach_in_place  # needs the extra `lora`
+            from rl_trainer.backends.peft_lora import attach_to_critic  # needs the extra `lora`
 
-            attach_in_place(self._model.body, self._lora, seed)
+            prefix = f"{language_model.base_model_prefix}."
+            attach_to_critic(self._model.body, prefix, self._model.head, self._lora, seed)
         self._strategy.prepare(self._model, self._model.layers, unread)
         self._schedule = config.schedule(rollout_n, seed)
         self._objective = ValueObjective(config)

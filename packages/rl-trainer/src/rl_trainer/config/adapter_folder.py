@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from rl_protocol import ConfigError
-from rl_protocol.support.peft_config import PICKLED, PICKLED_FILE, unread_field
+from rl_protocol.support.peft_config import HEADS, PICKLED, PICKLED_FILE, VALUE_HEAD, unread_field
 from rl_trainer.config.lora import LoraConfig
 
 CONFIG_FILE = "adapter_config.json"
@@ -17,6 +17,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 _NAME = re.compile(
     r"base_model\.model\.(?P<module>.+)\.(?P<side>lora_A|lora_B|lora_magnitude_vector)(?:\.weight|(?<=vector))"
 )
+_HEAD_NAME = re.compile(rf"base_model\.model\.(?P<module>{VALUE_HEAD})\.(?P<side>weight|bias)")
 _LONGEST_HEADER = 100_000_000
 _SAME = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "use_rslora", "use_dora": "use_dora"}
 """Field of PEFT -> the option that must have its value."""
@@ -25,13 +26,16 @@ _CHOOSE_MODULES = ("target_modules", "exclude_modules", "layers_to_transform", "
 Shape = Sequence[int]
 
 
-def check_adapter(config: LoraConfig, matrices: Mapping[str, Shape] | None = None) -> None:
+def check_adapter(config: LoraConfig, matrices: Mapping[str, Shape] | None = None, *, value_head: bool = False) -> None:
     """Check that the adapter in `config.adapter_path` is one that these options would make.
 
     Args:
         config: options of the adapters, with a path.
         matrices: full name of each linear module of the base model -> its shape [out, in]; None:
             unknown, so the adapter is compared with the options alone.
+        value_head: the adapter is for a critic, so the folder may also hold its value head: `score`
+            of AutoModelForTokenClassification, or of AutoModelForSequenceClassification, with one
+            label.
 
     Raises:
         ConfigError: the folder can't be read, holds something else than a LoRA adapter, has a field
@@ -40,15 +44,18 @@ def check_adapter(config: LoraConfig, matrices: Mapping[str, Shape] | None = Non
     """
     folder = Path(config.adapter_path).expanduser()
     fields = _fields(folder, config.adapter_path)
-    _check_fields(config, fields, folder / CONFIG_FILE)
-    _check_modules(config, read_shapes(folder), matrices)
+    _check_fields(config, fields, folder / CONFIG_FILE, value_head=value_head)
+    found = read_shapes(folder, value_head=value_head)
+    _check_head(found.pop(VALUE_HEAD, {}), matrices, folder / WEIGHTS_FILE)
+    _check_modules(config, found, matrices)
 
 
-def adapter_options(path: str) -> dict[str, Any]:
+def adapter_options(path: str, *, value_head: bool = False) -> dict[str, Any]:
     """Read the values of `LoraConfig` that an adapter was made with.
 
     Args:
         path: as `LoraConfig.adapter_path`.
+        value_head: see `check_adapter`.
 
     Returns:
         rank, alpha, use_rslora, use_dora and target_modules, without those that are at PEFT's
@@ -59,14 +66,17 @@ def adapter_options(path: str) -> dict[str, Any]:
     """
     folder = Path(path).expanduser()
     fields = _fields(folder, path)
-    _check_kind(fields, folder / CONFIG_FILE)
-    modules = {module.rpartition(".")[2] for module in read_shapes(folder)}
+    _check_kind(fields, folder / CONFIG_FILE, value_head=value_head)
+    found = read_shapes(folder, value_head=value_head)
+    modules = {module.rpartition(".")[2] for module in found if module != VALUE_HEAD}
     kind: dict[str, Any] = {option: fields[field] for field, option in _SAME.items() if fields.get(field)}
     return kind | {"target_modules": sorted(modules)}
 
 
-def read_shapes(folder: Path) -> dict[str, dict[str, Shape]]:
+def read_shapes(folder: Path, *, value_head: bool = False) -> dict[str, dict[str, Shape]]:
     """Full module name -> lora_A, lora_B, with DoRA lora_magnitude_vector -> shape of the tensor.
+
+    With `value_head` also "score" -> weight, bias, as far as the folder has them.
 
     Raises:
         ConfigError: the file of the tensors can't be read, or holds other tensors.
@@ -82,7 +92,7 @@ def read_shapes(folder: Path) -> dict[str, dict[str, Shape]]:
     for name, entry in header.items():
         if name == "__metadata__":
             continue
-        match = _NAME.fullmatch(name)
+        match = _NAME.fullmatch(name) or (_HEAD_NAME.fullmatch(name) if value_head else None)
         if match is None:
             raise ConfigError(
                 f"LoraConfig.adapter_path: {file} has the tensor {name}; only lora_A, lora_B and lora_magnitude_vector of linear modules are read."
@@ -111,24 +121,37 @@ def _fields(folder: Path, given: str) -> dict[str, Any]:
     return cast("dict[str, Any]", fields)
 
 
-def _check_kind(fields: Mapping[str, Any], file: Path) -> None:
+def _check_kind(fields: Mapping[str, Any], file: Path, *, value_head: bool) -> None:
     if fields.get("peft_type") != "LORA":
         raise ConfigError(
             f"LoraConfig.adapter_path: {file} has peft_type={fields.get('peft_type')!r}; adapters of peft_type='LORA' are read."
         )
-    lost = unread_field(fields, (*_SAME, *_CHOOSE_MODULES))
+    lost = unread_field(fields, (*_SAME, *_CHOOSE_MODULES), HEADS if value_head else ())
     if lost is not None:
         field, why = lost
         raise ConfigError(f"LoraConfig.adapter_path: {file}: {field} {why}.")
 
 
-def _check_fields(config: LoraConfig, fields: Mapping[str, Any], file: Path) -> None:
-    _check_kind(fields, file)
+def _check_fields(config: LoraConfig, fields: Mapping[str, Any], file: Path, *, value_head: bool) -> None:
+    _check_kind(fields, file, value_head=value_head)
     for field, option in _SAME.items():
         theirs, ours = fields.get(field) or 0, getattr(config, option)
         if theirs != ours:
             wanted = bool(theirs) if isinstance(ours, bool) else theirs
             raise ConfigError(f"LoraConfig.{option} must be {wanted}, as {field} in {file}; got {ours}.")
+
+
+def _check_head(head: Mapping[str, Shape], matrices: Mapping[str, Shape] | None, file: Path) -> None:
+    """Check that a value head has one value per token, and the base model's hidden size."""
+    weight, bias = head.get("weight"), head.get("bias", (1,))
+    if not head:
+        return
+    hidden = (matrices or {}).get(VALUE_HEAD, (1, None))[1]
+    if weight is None or len(weight) != 2 or weight[0] != 1 or hidden not in (None, weight[1]) or tuple(bias) != (1,):
+        raise ConfigError(
+            f"LoraConfig.adapter_path: {file}: {VALUE_HEAD} must have a weight of (1, {hidden or 'hidden size'}), and a bias of (1,) or none: "
+            f"one label, the value; got {dict(head)}."
+        )
 
 
 def _check_modules(

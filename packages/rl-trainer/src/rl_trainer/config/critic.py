@@ -28,6 +28,13 @@ class CriticConfig(UpdateConfig):
         "train adapters as `lora` sets them, and the value head, instead of all weights",
         needs="trains_adapters",
     )
+    adapter_path: str = option(
+        "",
+        "PEFT folder of the adapter to start from, as lora.adapter_path of the policy, and of the value head, if it has one: `score` of a "
+        "model for token or sequence classification with one label; empty: a new one",
+        needs="use_lora",
+        verl=(".model.lora_adapter_path", ".model.lora.adapter_path"),
+    )
     cliprange_value: float = option(0.5, "largest move of a value per step", gt=0, verl=".")
     loss_agg_mode: str = option("token-mean", "how token losses become one number", choices=CRITIC_AGG_MODES)
     warmup_steps: int = option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from rl_megatron_peft.backend.model.gpt import VALUE
 from rl_megatron_peft.backend.parallel import Ranks, broadcast_from_stage
+from rl_protocol import WeightTensor
+from rl_protocol.torch import from_weight
 
 
 class ValueHead(torch.nn.Module):
@@ -49,6 +52,18 @@ def put_value_head(model: GPTModel, ranks: Ranks) -> dict[str, torch.nn.Paramete
     head = ValueHead(config.hidden_size, ranks.device, sequence_parallel=config.sequence_parallel)
     model.add_module("output_layer", head)
     return {f"value_head.{name}": parameter for name, parameter in head.get_submodule(VALUE).named_parameters()}
+
+
+def set_value_head(model: GPTModel, ranks: Ranks, head: Mapping[str, WeightTensor]) -> None:
+    """Copy weight [1, hidden] and bias [1] into the head, which the last stage holds; those that
+    `head` lacks stay.
+    """
+    if not ranks.last:
+        return
+    own = dict(model.get_submodule(f"output_layer.{VALUE}").named_parameters())
+    with torch.no_grad():
+        for name, tensor in head.items():
+            own[name].copy_(from_weight(tensor))
 
 
 def gather_value_head(model: GPTModel, ranks: Ranks, hidden: int) -> dict[str, torch.Tensor]:

@@ -241,8 +241,8 @@ ENTRIES: tuple[Entry, ...] = (
         )
     ),
     unsupported(
-        "the critic starts from the policy's model, and its adapters start new",
-        "lora_adapter_path lora.adapter_path override_config.* external_lib hf_config_path custom_chat_template",
+        "the critic starts from the policy's model",
+        "override_config.* external_lib hf_config_path custom_chat_template",
         prefix="critic.model.",
     ),
     no_effect("the critic starts from model.path, the model of the policy", "critic.model.*"),
