@@ -144,7 +144,8 @@ def step_bytes(
 
     Of the tokens that top-p keeps without top-k it counts _KEPT_WORDS for each token.
     Batches that were generated ahead (async_rl.depth) are there, too, and during validation. With a
-    journal they leave memory while others need it, and only one batch must fit.
+    journal they leave memory while others need it: room for two batches is enough, one that is
+    being read and as much for the pieces between its blocks.
 
     Args:
         config: the configuration of the run.
@@ -171,7 +172,7 @@ def step_bytes(
         train += rows * (longest + rollout.response_length) * routed.layers * routed.top_k * _EXPERT_ID
     validated = rollout.val_kwargs.n * rollout.response_length * widths["rollout"] + longest * _PROMPT_TOKEN
     ahead = StalenessPolicy.of(config.async_rl, batch).capacity // batch
-    batches = ahead if config.transfer_queue.durability == "off" else 1
+    batches = ahead if config.transfer_queue.durability == "off" else min(ahead, 2)
     return train * batches + validation_rows * validated if batches > 1 else max(train, validation_rows * validated)
 
 
@@ -196,8 +197,8 @@ def check_plane_size(config: AppConfig, needed: int) -> None:
     """
     least, got = math.ceil(needed * _HEADROOM / 2**20), config.transfer_queue.capacity_mb
     if least > got:
-        rollout = config.rollout
-        ahead = config.async_rl.steps_ahead if config.transfer_queue.durability == "off" else 0
+        rollout, ahead = config.rollout, config.async_rl.steps_ahead
+        ahead = ahead if config.transfer_queue.durability == "off" else min(ahead, 1)
         early = f", and {ahead} steps ahead (async_rl.depth)" if ahead else ""
         raise ConfigError(
             f"transfer_queue.capacity_mb={got} is too small: with data.train_batch_size={config.data.train_batch_size}, rollout.n={rollout.n} "
