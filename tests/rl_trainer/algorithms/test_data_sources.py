@@ -80,6 +80,22 @@ def test_advantages_weights_and_metrics_of_three_sources_by_hand():
     assert "source/answers/score/mean" not in metrics
 
 
+def test_gamma_and_lam_of_a_source_by_hand():
+    """GAE of responses of two tokens with values 0: A = lam gamma r, r, whitened over the rows of
+    the source; the returns are not.
+    """
+    meta, data = batch([1, 2, 4, 1, 2, 4])
+    data = data.union(BatchData({"values": ragged([[0.0, 0.0]] * 6, "float32")}))
+    by_source = ("gamma=0.5@chat", "lam=0.25@chat")
+    columns = estimate_advantages(meta, data, settings(adv_estimator="gae", lam=0.5, by_source=by_source)).columns
+    returns = columns.ragged("returns").values.tolist()
+    assert returns == pytest.approx([0.5, 1, 1, 2, 2, 4, 0.125, 1, 0.25, 2, 0.5, 4])
+    advantages = columns.ragged("advantages").values
+    for rows in (slice(0, 6), slice(6, 12)):
+        own = np.array(returns[rows])
+        assert advantages[rows].tolist() == pytest.approx(((own - own.mean()) / own.std(ddof=1)).tolist(), rel=1e-5)
+
+
 MIXED = [name for name in ADVANTAGE_ESTIMATORS.names() if "values" not in ADVANTAGE_ESTIMATORS.get(name).reads]
 
 
@@ -136,7 +152,9 @@ def test_a_weight_of_one_source_makes_columns_and_a_run_without_reads_no_sources
     ("text", "words"),
     [
         (("rl_coef=1",), "setting=value@source"),
-        (("lam=1@chat",), "with one of adv_estimator, "),
+        (("clip=1@chat",), "with one of adv_estimator, "),
+        (("lam=1.5@chat",), "lam from 0 to 1"),
+        (("gamma=nan@chat",), "gamma from 0 to 1"),
         (("rl_coef=x@chat",), "can't be read; write rl_coef=0.5@chat"),
         (("norm_adv_by_std_in_grpo=yes@chat",), "can't be read"),
         (("rl_coef=-1@chat",), "finite and at least 0"),

@@ -106,6 +106,13 @@ def test_answers_alone_may_be_of_any_age():
         ({"by_source": ("adv_estimator=gae@a",)}, 4, r"a critic, such as gae, and others one without.*grpo and gae"),
         ({"by_source": ("rl_coef=0@a",)}, 4, r"nothing to train on in rows of data_source='a'"),
         ({"by_source": ("ref_kl_coef=0@a",)}, 4, r"ref_kl_coef@a weighs the divergence .*use_kl_loss=false"),
+        ({"by_source": ("lam=0.5@a",)}, 4, r"lam@a has no effect with adv_estimator=grpo; .* uses lam: gae\.$"),
+        ({"by_source": ("gamma=0.5@a", "adv_estimator=rloo@a")}, 4, r"gamma@a has no effect .*=rloo; .*: gae, .*gigpo"),
+        (
+            {"adv_estimator": "reinforce_plus_plus", "by_source": ("rl_coef=0@a", "sft_coef=1@a", "gamma=0.5@a")},
+            4,
+            r"gamma@a has no effect with rl_coef=0",
+        ),
         ({"by_source": ("adv_estimator=rlo@a",)}, 4, r"adv_estimator.*'rlo'.*Did you mean 'rloo'"),
         ({"by_source": ("sft_coef=1@a",)}, 2, r"n must be at least 3 .*grpo"),
         ({"by_source": ("adv_estimator=gdpo@a",)}, 4, r"gdpo_reward_keys goes with .*grpo and gdpo"),

@@ -152,7 +152,13 @@ def _estimate(inputs: AdvantageInputs, sources: SourceRows) -> tuple[FloatArray,
     for config, tokens in sources.estimates():
         estimator, own = ADVANTAGE_ESTIMATORS.get(config.adv_estimator), inputs
         if tokens is not None:
-            own = replace(inputs, mask=inputs.mask & tokens, norm_by_std=config.norm_adv_by_std_in_grpo)
+            own = replace(
+                inputs,
+                mask=inputs.mask & tokens,
+                norm_by_std=config.norm_adv_by_std_in_grpo,
+                gamma=config.gamma,
+                lam=config.lam,
+            )
         for total, part in zip((advantages, returns), estimator.estimate(own), strict=True):
             total += part
         if "extra_info" in estimator.reads:

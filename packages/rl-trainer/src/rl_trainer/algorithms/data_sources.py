@@ -57,11 +57,12 @@ class SourceRows:
             if self.algorithm.rl_coef:
                 yield self.algorithm, None
             return
-        groups: dict[tuple[str, bool], tuple[AlgorithmConfig, list[str]]] = {}
+        groups: dict[tuple[object, ...], tuple[AlgorithmConfig, list[str]]] = {}
         for source in self.present:
             one = self.algorithm.for_source(source)
             if one.rl_coef:
-                groups.setdefault((one.adv_estimator, one.norm_adv_by_std_in_grpo), (one, []))[1].append(source)
+                same = one.adv_estimator, one.norm_adv_by_std_in_grpo, one.gamma, one.lam
+                groups.setdefault(same, (one, []))[1].append(source)
         for one, sources in groups.values():
             yield one, self.tokens(sources)
 

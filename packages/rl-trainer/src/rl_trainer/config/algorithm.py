@@ -25,6 +25,10 @@ FILTER_METRICS = ("acc", "score")
 ROUTER_REPLAYS = ("disabled", "R2", "R3")
 
 
+DISCOUNTS = ("gamma", "lam")
+"""Settings of a source that only some estimators use."""
+
+
 REF_KL_COEF = "ref_kl_coef"
 """Setting of a source alone: a factor of ActorConfig.kl_loss_coef."""
 
@@ -36,6 +40,8 @@ def _flag(text: str) -> bool:
 SOURCE_SETTINGS: Mapping[str, Callable[[str], object]] = {
     "adv_estimator": str,
     "norm_adv_by_std_in_grpo": _flag,
+    "gamma": float,
+    "lam": float,
     "rl_coef": float,
     "sft_coef": float,
     "echo_coef": float,
@@ -237,6 +243,8 @@ class AlgorithmConfig(Options):
                 raise ConfigError(
                     f"{path}by_source: the value of {text!r} can't be read; write rl_coef=0.5@{source}."
                 ) from None
+            if name in DISCOUNTS:
+                require(0 <= float(value) <= 1, f"{path}by_source", f"{name} from 0 to 1", text)
             within = not isinstance(number, float) or 0 <= number < float("inf")
             require(within, f"{path}by_source", "weights that are finite and at least 0", text)
 
@@ -258,6 +266,10 @@ class AlgorithmConfig(Options):
     def weigh_divergence(self) -> tuple[str, ...]:
         """The sources for which `by_source` sets the weight of the divergence."""
         return tuple(source for source, given in self._of_sources.items() if REF_KL_COEF in given)
+
+    def discounts_of(self, data_source: str) -> tuple[str, ...]:
+        """Which of DISCOUNTS `by_source` sets for a source."""
+        return tuple(name for name in self._of_sources[data_source] if name in DISCOUNTS)
 
     @cached_property
     def _settings(self) -> Mapping[str, AlgorithmConfig]:

@@ -27,19 +27,19 @@ ADVANTAGE_ESTIMATORS: Registry[Estimator] = Registry(
     "rl_trainer.advantage_estimators",
     Estimator,
     {
-        "gae": Estimator(gae, reads=("values",)),
+        "gae": Estimator(gae, reads=("values",), discounts=("gamma", "lam")),
         "grpo": Estimator(grpo, compares=True),
         "dr_grpo": Estimator(dr_grpo, compares=True),
         "grpo_passk": Estimator(grpo_passk, compares=True),
         "rloo": Estimator(rloo, compares=True),
-        "reinforce_plus_plus": Estimator(reinforce_plus_plus),
+        "reinforce_plus_plus": Estimator(reinforce_plus_plus, discounts=("gamma",)),
         "reinforce_plus_plus_baseline": Estimator(reinforce_plus_plus_baseline, compares=True),
         "remax": Estimator(remax, reads=("reward_baselines",)),
         "opo": Estimator(opo, compares=True),
         "maxrl": Estimator(maxrl, compares=True),
         "gpg": Estimator(gpg, compares=True),
         "gdpo": Estimator(gdpo, reads=("reward_components",), compares=True),
-        "gigpo": Estimator(gigpo, compares=True),
+        "gigpo": Estimator(gigpo, compares=True, discounts=("gamma",)),
         "rae": Estimator(rae, reads=("data_source", "extra_info")),
         "optimal_token_baseline": Estimator(
             optimal_token_baseline, reads=("old_log_probs", "sum_pi_squared"), compares=True
