@@ -110,7 +110,10 @@ def check_room(output_dir: Path, min_free_mb: int) -> str:
     if not there.is_dir():
         raise OutputError(f"{output_dir} can't be made: {there} is a file. Set trainer.output_dir to a folder.")
     if not os.access(there, os.W_OK):
-        raise OutputError(f"{there} can't be written: make it writable, or set trainer.output_dir to another place.")
+        made = "" if there == output_dir else f"{output_dir} can't be made: "
+        raise OutputError(
+            f"{made}{there} can't be written. Make it writable, or set trainer.output_dir to another place."
+        )
     if free < min_free_mb:
         raise OutputError(
             f"{output_dir} has {free} MiB of free space, less than trainer.min_free_disk_mb={min_free_mb}. "
