@@ -40,6 +40,8 @@ FILES: dict[str, str | bytes] = {
     "no_weights/config.json": '{"model_type": "gpt2"}',
     "cut_off/config.json": '{"model_type": "gpt2"',
     "a_file": "",
+    "wrong_key.yaml": "rollout:\n  nn: 4\n",
+    "twice.yaml": "rollout:\n  n: 4\nrollout:\n  response_length: 16\n",
     "chat.jsonl": ROW.replace('[{"role"', '[{"role": "system", "content": "add"}, {"role"'),
     "no_tokenizer/config.json": MODEL,
     "no_tokenizer/model.safetensors": NO_TENSORS,
@@ -62,6 +64,13 @@ MISTAKES = {
     "algorithm": (["algorithm=grop"], ["algorithm", "Did you mean 'grpo'?"]),
     "preset": (["preset=demo-calc"], ["preset", "Did you mean 'demo-calculator'?"]),
     "configuration file": (["--config", "missing.yaml"], ["--config missing.yaml", "No such file"]),
+    "key of a file": (["--config", "wrong_key.yaml"], ["'rollout.nn' in --config wrong_key.yaml", "'rollout.n'"]),
+    "group twice": (
+        ["--config", "twice.yaml"],
+        ["--config twice.yaml", "the key 'rollout' is there twice", "line 3, column 1"],
+    ),
+    "long name": (["trainer.run_name=" + "long" * 60], ["trainer.run_name", "at most 200 bytes"]),
+    "name of the folder above": (["trainer.run_name=.."], ["trainer.run_name", "the name of a folder", "'..'"]),
     "no override": (["run.yaml"], ["'run.yaml'", "key=value"]),
     "batch": (
         ["data.train_batch_size=7", "actor.ppo_mini_batch_size=3"],

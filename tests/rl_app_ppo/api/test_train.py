@@ -108,12 +108,12 @@ def test_a_cache_into_which_nothing_is_written_is_refused(launched, tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"options": {"rolout.n": 4}}, "Unknown key 'rolout.n'. Did you mean 'rollout.n'"),
+        ({"options": {"rolout.n": 4}}, "Unknown key 'rolout.n' in options. Did you mean 'rollout.n'"),
         ({"options": ["rollout.n"]}, "Not an override: 'rollout.n'"),
         ({"options": "rollout.n=4"}, "options must be a dict, or a list"),
         ({"rollout": {"n": "many"}}, "rollout.n must be of type int; got 'many'"),
         ({"rollout": {"n": None}}, "rollout.n must be of type int; got None"),
-        ({"rollout": 3}, "rollout is a group of settings"),
+        ({"rollout": 3}, r"rollout in keywords of train\(\) is a group of settings"),
         ({"data.train_batch_size": -8}, "data.train_batch_size must be at least 1"),
         ({"train_dataset": [3]}, r"train_dataset\[0\] must be a row"),
         ({"reward_weights": [1.0]}, "reward_weights has no effect without reward"),

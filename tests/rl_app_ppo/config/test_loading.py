@@ -278,6 +278,29 @@ def test_a_configuration_with_comma_separated_text_is_read():
     assert from_yaml(old) == from_yaml(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("rollout: {n: 4}\nactor: {}\nrollout: {response_length: 16}\n", "'rollout' is there twice.* line 3"),
+        ("rollout: {n: 4, n: 5}\n", "'n' is there twice.* line 1, column 17"),
+    ],
+)
+def test_a_key_that_a_file_has_twice_is_refused(tmp_path, text, problem):
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=rf"--config .*mine\.yaml: can't be read as YAML: the key {problem}"):
+        load_config([], file)
+
+
+def test_a_key_beside_a_merged_mapping_is_there_once(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "actor:\n  optim: &a {lr: 1e-3, beta1: 0.8}\ncritic:\n  optim: {<<: *a, lr: 1e-4}\nalgorithm: ppo\n"
+    )
+    critic = load_config([], file).critic.optim
+    assert (critic.lr, critic.beta1) == (1e-4, 0.8)
+
+
 def test_a_group_is_given_as_a_mapping():
     config = load_config(["actor.optim={lr: 1e-3, beta1: 0.8}", "actor={clip_ratio_low: 0.1}", "actor.optim.beta1=0.7"])
     assert (config.actor.optim.lr, config.actor.optim.beta1, config.actor.clip_ratio_low) == (1e-3, 0.7, 0.1)

@@ -47,6 +47,8 @@ from rl_trainer.data.model_families import why_padded
 
 _NAMES = (ALGORITHM, "algorithm.name", PRESET)
 """Keys that select a layer instead of setting a value."""
+_WORDS = "command line"
+"""Origin of the overrides."""
 
 
 @functools.cache
@@ -117,7 +119,7 @@ def resolve(overrides: Sequence[str] = (), config_file: Path | None = None, give
     """
     words = {key: value for text in overrides for key, value in flatten(dict([parse_override(text)])).items()}
     file_values = flatten(read_yaml(config_file)) if config_file is not None else {}
-    spelled = _checked([(f"--config {config_file}", file_values), ("command line", words), *given])
+    spelled = _checked([(f"--config {config_file}", file_values), (_WORDS, words), *given])
     below = _layers_below(spelled)
     settings = {option.key: Setting(option.default, "default") for option in options()}
     node = _editable(OmegaConf.structured(AppConfig))
@@ -144,10 +146,10 @@ def _checked(sources: Sequence[Source]) -> list[Source]:
     """The sources with our spellings, of keys that exist."""
     known = [option.key for option in options()]
     spelled = [(origin, _unset_steps(values)) for origin, values in one_spelling(sources)]
-    for _, values in spelled:
+    for origin, values in spelled:
         for key in values:
             if key not in _NAMES:
-                _check_known(key, known)
+                _check_known(key, known, origin)
     return list(spelled)
 
 
@@ -341,13 +343,16 @@ def _editable(node: DictConfig) -> DictConfig:
     return node
 
 
-def _check_known(key: str, known: Sequence[str]) -> None:
+def _check_known(key: str, known: Sequence[str], origin: str) -> None:
     if key in known:
         return
+    place = "" if origin == _WORDS else f" in {origin}"
     inside = [name for name in known if name.startswith(key + ".")]
     if inside:
-        raise ConfigError(f"{key} is a group of settings, not one setting; set one of its keys, such as {inside[0]}.")
-    raise unknown_key(key, known)
+        raise ConfigError(
+            f"{key}{place} is a group of settings, not one setting; set one of its keys, such as {inside[0]}."
+        )
+    raise unknown_key(key, known, place)
 
 
 def _set(node: DictConfig, key: str, value: Any) -> None:
@@ -371,11 +376,11 @@ def _get(node: DictConfig, key: str) -> Any:
         ) from error
 
 
-def unknown_key(key: str, known: Sequence[str]) -> ConfigError:
+def unknown_key(key: str, known: Sequence[str], place: str = "") -> ConfigError:
     """An error with the counterpart of another trainer's key, or else the most similar key."""
     of_others = describe(key) or describe_other(key)
     hint = f" {of_others}" if of_others else nearest_key(key, known)
-    return ConfigError(f"Unknown key {key!r}.{hint} `rl explain` lists all keys.")
+    return ConfigError(f"Unknown key {key!r}{place}.{hint} `rl explain` lists all keys.")
 
 
 def nearest_key(key: str, known: Sequence[str]) -> str:

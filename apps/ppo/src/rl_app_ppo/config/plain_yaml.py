@@ -7,14 +7,28 @@ from pathlib import Path
 from typing import Any, cast
 
 import yaml
+from yaml.composer import ComposerError
 
 from rl_protocol import ConfigError
+
+MERGE_TAG = "tag:yaml.org,2002:merge"
 
 
 class PlainNumbers(yaml.SafeLoader):
     """YAML loader that reads 1e-5 as a number, and verl's pairs of bounds 0.5_2 and 1_2, and the
-    words on and off, as text. Options of type bool accept these words.
+    words on and off, as text. Options of type bool accept these words. A key that a mapping has
+    twice is an error.
     """
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        found: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != MERGE_TAG:
+                if key.value in found:
+                    raise ComposerError(None, None, f"the key {key.value!r} is there twice", key.start_mark)
+                found.add(key.value)
+        return node
 
 
 NUMBER_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")

@@ -43,6 +43,8 @@ AS_STAGES = -1.0
 """Value of trainer.hang_report_s that takes 1.5 * trainer.stage_timeout_s."""
 ALL_GPUS = -1
 """Value of trainer.n_gpus_per_node that uses those that Ray has."""
+LONGEST_NAME = 200
+"""Bytes of trainer.run_name: names of files that contain it have at most 255."""
 E = TypeVar("E", bound=EngineConfig)
 ON_BAD_ROW = ("error", "skip")
 DEMO_USED = "!model.path or !train_files"
@@ -311,7 +313,12 @@ class TrainerConfig(LoopConfig):
             self.total_training_steps,
         )
         require(bool(self.output_dir), f"{path}output_dir", "a folder", self.output_dir)
-        require("/" not in self.run_name, f"{path}run_name", "a name without slashes", self.run_name)
+        require(
+            _names_a_folder(self.run_name),
+            f"{path}run_name",
+            f"the name of a folder, without slashes and of at most {LONGEST_NAME} bytes",
+            self.run_name,
+        )
         require(bool(self.resume_mode), f"{path}resume_mode", "disable, auto or a folder", self.resume_mode)
         require(
             self.resume_mode != "auto" or bool(self.run_name),
@@ -555,3 +562,8 @@ class AppConfig(Options):
         )
         workers = self.rollout.num_workers
         require(workers <= batch, f"{path}rollout.num_workers", f"at most data.train_batch_size ({batch})", workers)
+
+
+def _names_a_folder(name: str) -> bool:
+    """Whether a run can have this name; the empty one stands for the time of its start."""
+    return not {"/", "\0"} & set(name) and name not in (".", "..") and len(name.encode()) <= LONGEST_NAME

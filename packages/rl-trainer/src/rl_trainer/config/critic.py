@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from rl_protocol.support.options import group, option
@@ -15,7 +16,7 @@ CRITIC_AGG_MODES = tuple(mode for mode in LOSS_AGG_MODES if mode != "seq-mean-to
 class CriticOptimConfig(OptimConfig):
     """AdamW of the critic, which learns faster than the policy."""
 
-    lr: float = option(1e-5, "learning rate of AdamW", ge=0, verl=".")
+    lr: float = option(1e-5, "learning rate of AdamW", ge=0, lt=math.inf, verl=".")
 
 
 @dataclass(frozen=True, kw_only=True)

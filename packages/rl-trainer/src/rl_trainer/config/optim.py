@@ -14,8 +14,10 @@ LR_SCHEDULES = ("constant", "linear", "cosine")
 class OptimConfig(Options):
     """AdamW and its schedule."""
 
-    lr: float = option(1e-6, "learning rate of AdamW; 0: nothing is learned, to see what drifts", ge=0, verl=".")
-    weight_decay: float = option(0.01, "decoupled weight decay of AdamW", ge=0, verl=".")
+    lr: float = option(
+        1e-6, "learning rate of AdamW; 0: nothing is learned, to see what drifts", ge=0, lt=math.inf, verl="."
+    )
+    weight_decay: float = option(0.01, "decoupled weight decay of AdamW", ge=0, lt=math.inf, verl=".")
     beta1: float = option(0.9, "decay of the first moment", ge=0, lt=1)
     beta2: float = option(0.999, "decay of the second moment", ge=0, lt=1)
     lr_warmup_steps: int = option(0, "optimizer steps over which lr rises linearly from 0", ge=0)
