@@ -118,7 +118,7 @@ class Model:
 
 
 @asynccontextmanager
-async def asking(timeout_s=60.0, **facts):
+async def asking(limit_s=60.0, **facts):
     """Yield (model, scorer)."""
     model = Model()
     app = web.Application()
@@ -127,7 +127,7 @@ async def asking(timeout_s=60.0, **facts):
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
-    scorer = JudgeScorer(judge(url=f"http://127.0.0.1:{runner.addresses[0][1]}/v1", **facts), timeout_s, {"K": KEY})
+    scorer = JudgeScorer(judge(url=f"http://127.0.0.1:{runner.addresses[0][1]}/v1", **facts), limit_s, {"K": KEY})
     try:
         yield model, scorer
     finally:
@@ -159,7 +159,7 @@ def test_the_model_is_asked_once_for_equal_questions_and_its_answers_are_scores(
 
 def test_a_judge_that_gives_no_score_gives_no_score_of_0():
     async def run():
-        async with asking(attempts=1, timeout_s=5.0) as (_, scorer):
+        async with asking(attempts=1) as (_, scorer):
             return await scorer.score([sample(one) for one in ("refused", "empty", "odd", "fine", "0")])
 
     outcomes = asyncio.run(run())
@@ -173,7 +173,7 @@ def test_a_judge_that_gives_no_score_gives_no_score_of_0():
 
 def test_a_late_answer_is_a_timeout():
     async def run():
-        async with asking(timeout_s=0.2) as (model, scorer):
+        async with asking(limit_s=0.2) as (model, scorer):
             model.gate.clear()
             outcomes = await scorer.score([sample("7")])
             model.gate.set()
@@ -182,6 +182,23 @@ def test_a_late_answer_is_a_timeout():
     assert asyncio.run(run()) == [
         Failure(kind="timeout", message="did not return within 0.2 s (JudgeScorer.timeout_s)")
     ]
+
+
+def test_a_judge_has_a_time_limit_of_its_own():
+    async def run(**limits):
+        async with asking(**limits) as (model, scorer):
+            model.gate.clear()
+            asked = asyncio.create_task(scorer.score([sample("7")]))
+            await asyncio.wait([asked], timeout=0.5)
+            model.gate.set()
+            return await asked
+
+    def judged(own, all_rewards):
+        (outcome,) = asyncio.run(run(limit_s=all_rewards, timeout_s=own))
+        return outcome
+
+    assert judged(0.2, 60.0) == Failure(kind="timeout", message="did not return within 0.2 s (timeout_s of its file)")
+    assert scores([judged(60.0, 0.2)]) == [0.7]
 
 
 def test_answers_with_a_score_are_kept_for_later_runs(tmp_path):
@@ -330,6 +347,8 @@ def test_a_judge_is_described_by_a_file(tmp_path):
         ("temperature = -1.0", "temperature must be at least 0"),
         ('cache = "nowhere/a.sqlite"', "must be in a folder that exists"),
         ("attempts = 0", "attempts must be at least 1"),
+        ("timeout_s = -1.0", "timeout_s must be at least 0 and finite"),
+        ("timeout_s = nan", "timeout_s must be at least 0 and finite"),
         ("timeout = 3", "unknown field `timeout`"),
     ],
 )

@@ -11,6 +11,7 @@ it decides where responses and keys are sent.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -40,6 +41,10 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Largest number of samples in flight."""
     attempts: int = 4
     """Largest number of requests per sample."""
+    timeout_s: float = 0.0
+    """Time limit of a sample with its retries, not counting the wait for a slot; 0: that of all
+    rewards.
+    """
     key_variable: str = ""
     """Environment variable of the reward worker that is sent as the bearer token; empty: none."""
 
@@ -134,6 +139,8 @@ def _check_service(service: ServiceConfig) -> str:
         return f"requests_per_s must be at least 0; got {service.requests_per_s}"
     if service.concurrency < 1:
         return f"concurrency must be at least 1; got {service.concurrency}"
+    if not 0 <= service.timeout_s < math.inf:
+        return f"timeout_s must be at least 0 and finite; got {service.timeout_s}"
     return "" if service.attempts >= 1 else f"attempts must be at least 1; got {service.attempts}"
 
 

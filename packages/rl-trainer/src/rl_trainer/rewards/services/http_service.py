@@ -66,6 +66,10 @@ class Timeout:
     seconds: float
     parameter: str
 
+    def of(self, service: ServiceConfig) -> Timeout:
+        """This time limit, or that of the service, if it has one."""
+        return Timeout(service.timeout_s, "timeout_s of its file") if service.timeout_s else self
+
 
 class HttpService:
     """Sends POST requests to one address.
@@ -73,7 +77,7 @@ class HttpService:
     Args:
         url: the address.
         config: limits, retries, and the name of the key.
-        timeout: time limit of a request.
+        timeout: time limit of a request, where `config` has none.
         environment: contains the key.
         clock: seconds, for the rate limit.
 
@@ -99,7 +103,7 @@ class HttpService:
             headers["Authorization"] = f"Bearer {key}"
         self._url = url
         self._config = config
-        self._timeout = timeout
+        self._timeout = timeout.of(config)
         self._headers = headers
         self._rate = RateLimiter(config.requests_per_s)
         self._clock = clock

@@ -52,7 +52,7 @@ class JudgeScorer:
     Args:
         judge: address, model, rubric, scale, limits and retries.
         timeout_s: time limit of a question from its first attempt to its answer, not counting the
-            wait for a slot.
+            wait for a slot; where the settings have none.
         environment: contains the key.
         clock: seconds, for the rate limit.
 

@@ -31,7 +31,7 @@ class RemoteScorer:
     Args:
         remote: address, limits and retries.
         timeout_s: time limit of a sample from its first attempt to its answer, not counting the
-            wait for a slot.
+            wait for a slot; where the settings have none.
         environment: contains the key.
         clock: seconds, for the rate limit.
 
