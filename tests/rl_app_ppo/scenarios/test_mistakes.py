@@ -149,7 +149,7 @@ MISTAKES = [
     (["lora.adapter_path=gone"], ["lora.adapter_path='gone' must be a PEFT folder", "adapter_config.json", "rl-megatron-peft convert"]),
     (["algorithm=ppo", "critic.adapter_path=model"], ["critic.adapter_path='model' must be a PEFT folder", "no adapter_config.json"]),
     (["trainer.output_dir=/proc/nowhere"], ["/proc/nowhere", "trainer.output_dir"]),
-    (["--config", "bad.yaml"], ["--config bad.yaml", "line 2, column 1"]),
+    (["--config", "bad.yaml"], ["--config bad.yaml", " at line 2, column 1"]),
     (["--config", "gone.yaml"], ["--config gone.yaml", "No such file"]),
 ]  # fmt: skip
 

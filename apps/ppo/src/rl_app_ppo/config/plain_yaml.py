@@ -63,7 +63,7 @@ def read_yaml(path: Path, flag: str = "--config") -> dict[str, Any]:
     try:
         values: object = parse_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())  # the parser's message has several lines
+        reason = " ".join(str(error).split()).replace('in "<unicode string>", line', "at line")  # it has several lines
         raise ConfigError(f"{flag} {path}: can't be read as YAML: {reason}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{flag} {path}: expected a mapping of groups to settings; got {type(values).__name__}.")
