@@ -221,7 +221,7 @@ def read_value_head(path: Path, hidden: int) -> dict[str, WeightTensor]:
     entries = _entries(file, _read(path / WEIGHTS_FILE))
     head = {name[len(_HEAD) :]: _tensor(file, name, one) for name, one in entries.items() if name.startswith(_HEAD)}
     wanted = {"weight": (1, hidden), "bias": (1,)}
-    for name, tensor in head.items():
+    for name, tensor in sorted(head.items()):
         if tensor.shape != wanted.get(name):
             raise bad_file(file, f"{_HEAD}{name}", f"has shape {tensor.shape}; expected {wanted.get(name, 'none')}")
     if head and "weight" not in head:

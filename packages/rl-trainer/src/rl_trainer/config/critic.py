@@ -31,7 +31,7 @@ class CriticConfig(UpdateConfig):
     )
     adapter_path: str = option(
         "",
-        "PEFT folder of the adapter to start from, as lora.adapter_path of the policy, and of the value head, if it has one: `score` of a "
+        "PEFT folder of the adapter to start from, as the policy has one, and of the value head, if it has one: `score` of a "
         "model for token or sequence classification with one label; empty: a new one",
         needs="use_lora",
         verl=(".model.lora_adapter_path", ".model.lora.adapter_path"),
