@@ -234,6 +234,19 @@ def test_bad_tensors_are_named(folder: Path, change: Callable[[dict[str, Any]], 
         read_adapter(folder)
 
 
+def test_the_first_of_several_bad_tensors_is_named(folder: Path):
+    """By name: the parser of safetensors returns them in an order that varies."""
+
+    def change(header: dict[str, Any]) -> None:
+        for i, old in enumerate([name for name in header if name != "__metadata__"]):
+            header[f"bad{i:02}"] = header.pop(old)
+
+    rewrite(folder, change)
+    for _ in range(20):
+        with pytest.raises(AdapterError, match="bad00 is not named like"):
+            read_adapter(folder)
+
+
 @given(st.booleans(), st.sampled_from(["adapter_config.json", "adapter_model.safetensors"]), st.data())
 def test_damaged_files_are_adapter_errors(tmp_path_factory: Any, manifest: bool, name: str, data: st.DataObject):
     """A manifest detects every change; without one, only those that break the file are detected."""

@@ -18,6 +18,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -221,7 +222,7 @@ def read_value_head(path: Path, hidden: int) -> dict[str, WeightTensor]:
     entries = _entries(file, _read(path / WEIGHTS_FILE))
     head = {name[len(_HEAD) :]: _tensor(file, name, one) for name, one in entries.items() if name.startswith(_HEAD)}
     wanted = {"weight": (1, hidden), "bias": (1,)}
-    for name, tensor in sorted(head.items()):
+    for name, tensor in head.items():
         if tensor.shape != wanted.get(name):
             raise bad_file(file, f"{_HEAD}{name}", f"has shape {tensor.shape}; expected {wanted.get(name, 'none')}")
     if head and "weight" not in head:
@@ -250,12 +251,12 @@ def _weights_bytes(adapter: Adapter) -> list[bytes | memoryview]:
 
 
 def _entries(file: str, raw: bytes) -> dict[str, dict[str, Any]]:
-    """Name of each tensor -> its dtype, shape and data."""
+    """Name of each tensor, ascending -> its dtype, shape and data."""
     try:
         entries: list[tuple[str, dict[str, Any]]] = safetensors.deserialize(raw)  # pyright: ignore[reportAssignmentType]
     except safetensors.SafetensorError as error:
         raise bad_file(file, "header", f"is not a safetensors header: {error}") from error
-    return dict(entries)
+    return dict(sorted(entries, key=itemgetter(0)))  # the parser's order varies
 
 
 def _pairs_from(file: str, entries: Mapping[str, Mapping[str, Any]]) -> dict[str, LoraPair]:
