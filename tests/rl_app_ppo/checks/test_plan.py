@@ -16,7 +16,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from rl_app_ppo.checks import facts, plan
+from rl_app_ppo.checks import facts, plan, registry
 from rl_app_ppo.checks.model_size import model_size
 from rl_app_ppo.checks.role_memory import role_bytes
 from rl_app_ppo.cli.main import main
@@ -253,3 +253,25 @@ def test_the_plan_of_several_hosts_has_the_storage_units_of_each(folder):
     )
     assert kept.storage_units == {0: 2}
     assert "; storage units: 2 on that of the driver\n" in plan.plan_text(kept)
+
+
+def test_a_plan_that_needs_more_memory_than_there_is_warns_and_names_the_keys(folder, monkeypatch):
+    monkeypatch.setattr(registry, "available_bytes", lambda: 100 << 20)
+    made = plan.make_plan(load_config([f"model.path={folder}", "data.train_files=none.jsonl"]), PluginPolicy())
+    found = next(finding for finding in made.checks if finding.what == "memory of passes")
+    assert found.level == "warning"
+    assert "100.0 MiB are available. The largest parts are " in found.text
+    assert "actor.ppo_max_token_len (activations)" in found.text
+    assert not made.refused
+
+
+def test_without_settings_a_pass_is_planned_with_16384_tokens_or_one_longer_response(folder):
+    def planned(*words):
+        config = load_config([f"model.path={folder}", "data.train_files=none.jsonl", *words])
+        return role_bytes("actor", config, model_size(folder, config.lora))["activations"]
+
+    size = model_size(folder, LoraConfig())
+    assert planned() == size.activations(16384, 4)
+    assert planned("rollout.response_length=32768") == size.activations(32768 + 512, 4)
+    assert planned("actor.ppo_mini_batch_size=1", "rollout.n=2") == size.activations(2 * 1024, 4)
+    assert planned("actor.ppo_micro_batch_size=32") == size.activations(32 * 1024, 4)

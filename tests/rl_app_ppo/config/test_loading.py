@@ -77,6 +77,10 @@ def test_what_cfg_prints_is_what_a_file_may_hold(preset, tmp_path):
         ("preset=demo-pp", r"preset must be one of .*demo, .*, none; got 'demo-pp'\. Did you mean 'demo-ppo'\?"),
         ("algorithm.gamma=2", r"algorithm\.gamma must be in \[0, 1\]; got 2"),
         ("justaword", r"Not an override: 'justaword'; write key=value"),
+        (
+            "data.train_files=*.jsonl",
+            r"data\.train_files can't be read as YAML: '\*\.jsonl'\. .*: 'data\.train_files=\"\*\.jsonl\"'$",
+        ),
         ("transfer_queue.num_storage_units=0", r"transfer_queue\.num_storage_units"),
         ("checkpoint_engine.timeout_s=-1", r"checkpoint_engine\.timeout_s"),
         ("critic.optim.lr_decay_steps=3", r"^critic\.optim\.lr_decay_steps must be"),

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from transformers import Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from rl_app_ppo.checks.gpu_memory import check_gpu_memory
 from rl_app_ppo.checks.memory import check_memory
+from rl_app_ppo.checks.process_memory import check_gpu_memory
 from rl_app_ppo.cli.main import main
 from rl_app_ppo.config import rollout_engines
 from rl_app_ppo.config.devices import plan_processes

@@ -180,3 +180,17 @@ def test_passes_hold_every_row_once_within_their_bound():
     assert ForwardPasses(world=World()).cut(lengths, []) == []
     with pytest.raises(BatchError, match="9 tokens, more than the 8"):
         ForwardPasses(world=World(), max_tokens=8).cut(lengths, rows)
+
+
+def test_passes_without_bounds_have_at_most_16384_tokens_unless_a_row_is_longer():
+    lengths = np.array([6000, 9000, 7000, 20000, 300])
+    packed = ForwardPasses(world=World())
+    assert packed.cut(lengths, [0, 1, 4]) == [[0, 1, 4]]  # 15,300 tokens
+    parts = packed.cut(lengths, [4, 0, 1, 2])  # 22,300
+    assert sorted(row for part in parts for row in part) == [0, 1, 2, 4]
+    assert len(parts) == 2
+    assert all(lengths[part].sum() <= 16384 for part in parts)
+    assert sorted(map(sorted, packed.cut(lengths, [2, 3, 1]))) == [[1, 2], [3]]  # the row of 20,000 is alone
+    padded = ForwardPasses(world=World(), padded=True)
+    assert padded.cut(lengths, [0, 4, 2]) == [[0, 4], [2]]  # 2 x 7,000 with padding; 3 do not fit
+    assert padded.cut(lengths, [3, 4]) == [[3], [4]]

@@ -9,14 +9,11 @@ import msgspec
 from rl_app_ppo.checks.facts import Facts
 from rl_app_ppo.checks.memory import shown_bytes
 from rl_app_ppo.checks.registry import Finding, findings, planned_step_bytes
-from rl_app_ppo.checks.role_memory import ModelSize, role_bytes
+from rl_app_ppo.checks.role_memory import role_bytes
 from rl_app_ppo.config.hosts import units_join
-from rl_app_ppo.config.model_path import described_reference
-from rl_app_ppo.config.placement import Role
 from rl_app_ppo.config.schema import AppConfig
 from rl_ckpt_engine import PluginPolicy
 from rl_protocol import ConfigError
-from rl_trainer.config.lora import LoraConfig
 
 
 class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,11 +91,10 @@ def make_plan(config: AppConfig, plugins: PluginPolicy) -> Plan:
     for found in checks:
         if found.what in ("address space", "engines", "devices") and found.level == "error":
             raise ConfigError(found.text)
-    from rl_app_ppo.checks.model_size import model_size  # torch, which the address space has room for
+    from rl_app_ppo.checks.process_memory import role_sizes  # torch, which the address space has room for
 
-    size = model_size(facts.described, config.lora)
-    teacher = described_reference(config)
-    sizes: dict[Role, ModelSize] = {} if teacher is None else {"ref": model_size(teacher, LoraConfig())}
+    sizes = role_sizes(facts.described, config)
+    size = sizes("actor")
     return Plan(
         weights=size.weights,
         trained=size.trained,
@@ -112,10 +108,7 @@ def make_plan(config: AppConfig, plugins: PluginPolicy) -> Plan:
                 gpus=gpus,
                 shared_gpus=shared,
                 cpus=config.ray.cpus_per_worker,
-                memory={
-                    role: dict(role_bytes(role, config, sizes.get(role, size), on_gpu=gpus + shared > 0))
-                    for role in roles
-                },
+                memory={role: dict(role_bytes(role, config, sizes(role), on_gpu=gpus + shared > 0)) for role in roles},
             )
             for (host, roles, gpus, shared), count in Counter(
                 (p.host, p.roles, p.gpus, len(p.lenders)) for p in facts.planned

@@ -10,7 +10,7 @@ import msgspec
 from rl_app_ppo.checks import host
 from rl_app_ppo.checks.facts import Facts
 from rl_app_ppo.checks.machine import check_gpus, check_hosts, check_installed_engines, check_network
-from rl_app_ppo.checks.memory import check_plane_size, step_bytes
+from rl_app_ppo.checks.memory import available_bytes, check_plane_size, step_bytes
 from rl_app_ppo.checks.model import check_context, check_model, check_models_fit
 from rl_app_ppo.checks.prompts import check_prompts_are_known
 from rl_app_ppo.checks.ray_clusters import check_address_is_read, check_cluster, check_no_other
@@ -21,7 +21,7 @@ from rl_app_ppo.config.full_keys import full_keys_in_errors
 from rl_app_ppo.demo.settings import ModelSettings
 from rl_app_ppo.inputs.data import check_answers, longest_teacher_prompt, train_order
 from rl_app_ppo.inputs.demo_model import check_demo_model
-from rl_app_ppo.inputs.tokenizer import session_tokenizer
+from rl_app_ppo.inputs.tokenizer import session_tokenizer, vision_of
 from rl_app_ppo.outputs.metric_sinks import check_installed, logger_names
 from rl_app_ppo.outputs.run_folder import check_new, check_room
 from rl_app_ppo.outputs.run_journal import check_kept_rows
@@ -185,10 +185,20 @@ def _devices(facts: Facts) -> str | None:
 def _gpu_memory(facts: Facts) -> str | None:
     if facts.described is None or facts.elsewhere or not facts.gpu_bytes:
         return "no model of your own on a GPU of this machine"
-    from rl_app_ppo.checks.gpu_memory import check_gpu_memory  # torch: a run on the CPU checks without
+    from rl_app_ppo.checks.process_memory import check_gpu_memory  # torch: a run on the CPU checks without
 
     check_gpu_memory(facts.described, facts.config, facts.planned, facts.gpu_bytes)
     return None
+
+
+def _host_memory(facts: Facts) -> str | None:
+    if facts.elsewhere:
+        return "not looked at: the processes run on other machines"
+    if facts.described is not None and vision_of(facts.described) is not None:
+        return "not estimated for models that see images"
+    from rl_app_ppo.checks.process_memory import check_host_memory  # torch
+
+    return check_host_memory(facts.described, facts.config, facts.planned, available_bytes())
 
 
 def _idle_gpus(facts: Facts) -> None:
@@ -423,6 +433,15 @@ CHECKS = (
         used_by=ALL,
         remedy="model.path, lora.rank, fsdp.world_size",
         needs=MODEL | {"devices"},
+    ),
+    Check(
+        name="memory of passes",
+        look=_host_memory,
+        fine="no process computes on the CPU",
+        used_by=PLANNED,
+        remedy="actor.ppo_max_token_len, rollout.max_batch_size",
+        needs=MAPPED | {"memory of the model", "devices"},
+        level="warning",
     ),
     Check(
         name="context",

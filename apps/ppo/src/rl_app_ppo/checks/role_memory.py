@@ -11,6 +11,7 @@ from rl_app_ppo.demo.settings import ModelSettings
 from rl_rollout_vllm import CPU_KV_CACHE
 from rl_trainer.config import ActorConfig, CriticConfig
 from rl_trainer.config.backends import FsdpConfig, MegatronConfig
+from rl_trainer.config.optim import PASS_TOKENS
 
 LOGITS_CHUNK = 64 << 20
 """Largest float32 logits that a pass computes at once (`rl_trainer.algorithms.log_probs`)."""
@@ -180,9 +181,11 @@ def _pass_tokens(config: AppConfig, options: ActorConfig | CriticConfig) -> int:
     """Most tokens of a pass, where every sequence is as long as allowed."""
     if options.ppo_max_token_len:
         return options.ppo_max_token_len
-    replicas = len(set(config.replicas))
-    rows = options.ppo_micro_batch_size or -(-options.ppo_mini_batch_size * config.rollout.n // replicas)
-    return rows * _longest(config)
+    replicas, longest = len(set(config.replicas)), _longest(config)
+    if options.ppo_micro_batch_size:
+        return options.ppo_micro_batch_size * longest
+    every = -(-options.ppo_mini_batch_size * config.rollout.n // replicas) * longest
+    return every if isinstance(config.engine, MegatronConfig) else min(every, max(PASS_TOKENS, longest))
 
 
 def _element(config: AppConfig) -> int:

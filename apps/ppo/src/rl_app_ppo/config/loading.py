@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import json
+import shlex
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -323,7 +325,8 @@ def parse_override(text: str) -> tuple[str, Any]:
         return key, parse_yaml(value)
     except yaml.YAMLError as error:
         raise ConfigError(
-            f"The value of {key} can't be read as YAML: {value!r}. Quote it if it has special characters."
+            f"The value of {key} can't be read as YAML: {value!r}. Quote a text with special characters: "
+            + shlex.quote(f"{key}={json.dumps(value, ensure_ascii=False)}")
         ) from error
 
 

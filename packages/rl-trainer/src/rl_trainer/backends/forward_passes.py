@@ -14,28 +14,33 @@ from rl_trainer.algorithms.arrays import IntArray
 from rl_trainer.algorithms.batching import micro_batches
 from rl_trainer.backends.token_batch import lengths_of
 from rl_trainer.backends.world import World
-from rl_trainer.config.optim import UpdateConfig
+from rl_trainer.config.optim import PASS_TOKENS, UpdateConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardPasses:
-    """How rows are cut into forward passes: by tokens if `max_tokens` is set, else by rows.
+    """How rows are cut into forward passes: by tokens if `max_tokens` is set, by rows if `max_rows`
+    is set, else by PASS_TOKENS, where a longer row is a pass of its own.
 
     Attributes:
         world: the ranks that run the passes together.
-        max_rows: rows per pass; 0: all.
-        max_tokens: tokens per pass; 0: no limit.
+        max_rows: rows per pass.
+        max_tokens: tokens per pass.
+        padded: whether the rows of a pass are padded to the longest, which PASS_TOKENS includes.
     """
 
     world: World
     max_rows: int = 0
     max_tokens: int = 0
+    padded: bool = False
 
     @classmethod
     def of(cls, world: World, config: UpdateConfig, max_rows: int | None = None) -> ForwardPasses:
         """The passes of an update; `max_rows` is for those without gradients."""
         rows = config.ppo_micro_batch_size if max_rows is None else max_rows
-        return cls(world=world, max_rows=rows, max_tokens=config.ppo_max_token_len)
+        return cls(
+            world=world, max_rows=rows, max_tokens=config.ppo_max_token_len, padded=not config.use_remove_padding
+        )
 
     def cut(self, lengths: IntArray, rows: Sequence[int]) -> list[list[int]]:
         """Cut `rows`, which index `lengths` [N], into parts.
@@ -45,12 +50,18 @@ class ForwardPasses:
         Raises:
             BatchError: a row is longer than max_tokens.
         """
-        if self.max_tokens:
-            parts = [[rows[i] for i in part] for part in micro_batches(lengths[list(rows)], self.max_tokens)]
-        else:
-            size = self.max_rows or max(len(rows), 1)
-            parts = [list(rows[start : start + size]) for start in range(0, len(rows), size)]
+        parts = self._parts(lengths[list(rows)], rows)
         return parts + [[]] * (self.world.largest(len(parts)) - len(parts))
+
+    def _parts(self, lengths: IntArray, rows: Sequence[int]) -> list[list[int]]:
+        """Parts of `rows`, which have these lengths."""
+        by_rows = self.max_rows and not self.max_tokens
+        longest = int(lengths.max(initial=1))
+        size = self.max_rows if by_rows else max(PASS_TOKENS // longest, 1)
+        if by_rows or (not self.max_tokens and (self.padded or len(rows) <= size)):
+            return [list(rows[start : start + size]) for start in range(0, len(rows), size)]
+        most = self.max_tokens or max(PASS_TOKENS, longest)
+        return [[rows[i] for i in part] for part in micro_batches(lengths, most)]
 
 
 def silent(batch: BatchData) -> BatchData:

@@ -54,7 +54,8 @@ class TorchCriticBackend:
             are 0.
         rollout_n: responses per prompt; a mini-batch has ppo_mini_batch_size * rollout_n of them.
         seed: run seed, for the order of mini-batches and fresh adapters.
-        forward_rows: responses per forward pass when no gradient is needed.
+        forward_rows: responses per forward pass when no gradient is needed; 0: as many as have
+            PASS_TOKENS tokens.
         strategy: how the model is spread over ranks; None: it is in this process.
     """
 
@@ -66,7 +67,7 @@ class TorchCriticBackend:
         lora: LoraConfig | None = None,
         rollout_n: int,
         seed: int,
-        forward_rows: int = 512,
+        forward_rows: int = 0,
         strategy: ParallelStrategy | None = None,
     ) -> None:
         self._strategy = strategy or PlainStrategy()

@@ -50,7 +50,8 @@ class PolicyOptions:
         sum_pi_squared: `compute_log_probs` also returns that column.
         top: `compute_log_probs` of a frozen policy, and the initial log-probs of one with adapters,
             also find that many of the most probable tokens (at most all), in TOP_COLUMNS.
-        forward_rows: responses per forward pass when no gradient is needed.
+        forward_rows: responses per forward pass when no gradient is needed; 0: as many as have
+            PASS_TOKENS tokens.
         frozen: the policy is a reference: `update` is refused, and no optimizer is built.
         replays_experts: forward passes of rows with ROUTED_COLUMNS take these experts.
         records_experts: `compute_log_probs` also returns those columns.
@@ -61,7 +62,7 @@ class PolicyOptions:
     correction: RolloutCorrectionConfig | None = None
     sum_pi_squared: bool = False
     top: int = 0
-    forward_rows: int = 512
+    forward_rows: int = 0
     frozen: bool = False
     replays_experts: bool = False
     records_experts: bool = False

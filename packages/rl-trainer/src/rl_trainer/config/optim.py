@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from rl_protocol.support.options import Options, group, option, require
 
 LR_SCHEDULES = ("constant", "linear", "cosine")
+PASS_TOKENS = 16384
+"""Most tokens of a forward pass where neither rows nor tokens per pass are given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +68,16 @@ class UpdateConfig(Options):
     ppo_mini_batch_size: int = option(
         64, "prompts per optimizer step (each brings RolloutConfig.n responses)", ge=1, verl="."
     )
-    ppo_micro_batch_size: int = option(0, "responses per forward pass; 0: the whole mini-batch", ge=0, resume="free")
+    ppo_micro_batch_size: int = option(
+        0,
+        f"responses per forward pass; 0: as many as have ppo_max_token_len or {PASS_TOKENS} tokens, prompts included "
+        "(megatron: the whole mini-batch)",
+        ge=0,
+        resume="free",
+    )
     ppo_max_token_len: int = option(
         0,
-        "most tokens per forward pass, prompts included, instead of that; 0: not used",
+        f"most tokens per forward pass, prompts included; 0: {PASS_TOKENS} if ppo_micro_batch_size is 0, and a longer response alone",
         ge=0,
         needs="packs_sequences",
         resume="free",

@@ -127,7 +127,8 @@ def _state(path: Path) -> list[int]:
         found = [one.stat() for one in (sorted(path.iterdir()) if path.is_dir() else [path])]
     except OSError as error:
         looked = "" if path.is_absolute() else f" (relative to {Path.cwd()})"
+        listed = "; patterns are not expanded, so name each file" if set("*?[") & set(str(path)) else ""
         raise ConfigError(
-            f"The data file {path}{looked} can't be read: {error.strerror}. Set DataFiles.paths to files that exist."
+            f"The data file {path}{looked} can't be read: {error.strerror}. Set DataFiles.paths to files that exist{listed}."
         ) from error
     return [number for one in found for number in (one.st_size, one.st_mtime_ns)]

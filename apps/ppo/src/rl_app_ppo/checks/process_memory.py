@@ -1,18 +1,21 @@
-"""Check that the models of a run fit into the memory of its GPUs. Imports torch."""
+"""Check that the processes of a run fit into the memory of their devices. Imports torch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rl_app_ppo.checks.memory import shown_bytes
 from rl_app_ppo.checks.model_size import model_size
-from rl_app_ppo.checks.role_memory import ModelSize, held_size, lasting_bytes
+from rl_app_ppo.checks.role_memory import ModelSize, held_size, lasting_bytes, role_bytes
 from rl_app_ppo.config.devices import PlannedProcess
+from rl_app_ppo.config.model_path import described_reference
+from rl_app_ppo.config.placement import Role
 from rl_app_ppo.config.schema import AppConfig
 from rl_protocol import ConfigError
 from rl_trainer.config.backends import FsdpConfig, TorchConfig
+from rl_trainer.config.lora import LoraConfig
 
 
 def check_gpu_memory(path: Path, config: AppConfig, planned: Sequence[PlannedProcess], available: int) -> None:
@@ -46,6 +49,61 @@ def check_gpu_memory(path: Path, config: AppConfig, planned: Sequence[PlannedPro
                 f"Process {process.name} needs {shown_bytes(sum(parts.values()))} of GPU memory before any activation or KV cache ({listed}); "
                 f"its {process.gpus} GPUs have {shown_bytes(available)} each. Raise {remedy}. --plan prints all processes."
             )
+
+
+def role_sizes(path: Path | None, config: AppConfig) -> Callable[[Role], ModelSize]:
+    """The sizes of the model that a role has.
+
+    Args:
+        path: folder with the config.json of the policy's model; None: the demo model.
+        config: the configuration of the run.
+
+    Raises:
+        ConfigError: a model can't be planned.
+    """
+    policy, teacher = model_size(path, config.lora), described_reference(config)
+    reference = policy if teacher is None else model_size(teacher, LoraConfig())
+    return lambda role: reference if role == "ref" else policy
+
+
+def check_host_memory(
+    path: Path | None, config: AppConfig, planned: Sequence[PlannedProcess], available: int
+) -> str | None:
+    """Check that the largest forward passes of the processes on the CPU, and their caches, fit into
+    this machine's memory beside the models.
+
+    Args:
+        path: as in `role_sizes`.
+        config: the configuration of the run.
+        planned: its processes.
+        available: bytes of memory for new processes.
+
+    Returns:
+        The estimate for people; None: no process computes on the CPU.
+
+    Raises:
+        ConfigError: they need more; names the largest parts, and the keys that bound them.
+    """
+    sizes = role_sizes(path, config)
+    parts = {
+        f"{process.name} {role} {part}": count
+        for process in planned
+        if not process.uses_gpus
+        for role in process.roles
+        for part, count in role_bytes(role, config, sizes(role)).items()
+    }
+    if not parts:
+        return None
+    needed = f"at most {shown_bytes(sum(parts.values()))} by estimate; {shown_bytes(available)} are available"
+    if sum(parts.values()) > available:
+        largest = sorted(parts.items(), key=lambda part: part[1], reverse=True)[:3]
+        listed = ", ".join(f"{name} {shown_bytes(count)}" for name, count in largest)
+        raise ConfigError(
+            f"The processes on the CPU can need more memory than there is: {needed}. The largest parts are {listed}. Lower "
+            "actor.ppo_max_token_len (activations), rollout.max_batch_size (KV cache), data.max_prompt_length or rollout.response_length. "
+            "`rl plan` lists all parts."
+        )
+    return needed
 
 
 def _lasting(process: PlannedProcess, config: AppConfig, whole: ModelSize) -> dict[str, int]:
