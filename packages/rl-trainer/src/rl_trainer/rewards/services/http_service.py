@@ -11,7 +11,6 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import aiohttp
 
@@ -54,30 +53,15 @@ class _Retry(Exception):
         self.retry_after = retry_after
 
 
-@dataclass(frozen=True, slots=True)
-class Timeout:
-    """The time limit of a request.
-
-    Attributes:
-        seconds: from its first attempt to its answer, not counting the wait for a slot.
-        parameter: what sets it, for messages.
-    """
-
-    seconds: float
-    parameter: str
-
-    def of(self, service: ServiceConfig) -> Timeout:
-        """This time limit, or that of the service, if it has one."""
-        return Timeout(service.timeout_s, "timeout_s of its file") if service.timeout_s else self
-
-
 class HttpService:
     """Sends POST requests to one address.
 
     Args:
-        url: the address.
-        config: limits, retries, and the name of the key.
-        timeout: time limit of a request, where `config` has none.
+        config: address, limits, retries, and the name of the key.
+        timeout_s: time limit of a request from its first attempt to its answer, not counting the
+            wait for a slot; where `config` has none.
+        parameter: what sets `timeout_s`, for messages.
+        path: what follows the address of `config`.
         environment: contains the key.
         clock: seconds, for the rate limit.
 
@@ -87,9 +71,11 @@ class HttpService:
 
     def __init__(
         self,
-        url: str,
         config: ServiceConfig,
-        timeout: Timeout,
+        timeout_s: float,
+        parameter: str,
+        *,
+        path: str = "",
         environment: Mapping[str, str] = os.environ,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -101,9 +87,10 @@ class HttpService:
                     f"The environment variable {config.key_variable} (key_variable) contains no key; set it on the host of the reward worker."
                 )
             headers["Authorization"] = f"Bearer {key}"
-        self._url = url
+        self._url = f"{config.url.rstrip('/')}{path}" if path else config.url
         self._config = config
-        self._timeout = timeout.of(config)
+        own = config.timeout_s > 0
+        self._timeout_s, self._set_by = (config.timeout_s, "timeout_s of its file") if own else (timeout_s, parameter)
         self._headers = headers
         self._rate = RateLimiter(config.requests_per_s)
         self._clock = clock
@@ -117,10 +104,10 @@ class HttpService:
         async with self._slots:
             await asyncio.sleep(self._rate.wait(self._clock()))
             try:
-                async with asyncio.timeout(self._timeout.seconds):
+                async with asyncio.timeout(self._timeout_s):
                     return await self._attempts(body)
             except TimeoutError:
-                return timed_out(self._timeout.seconds, self._timeout.parameter)
+                return timed_out(self._timeout_s, self._set_by)
 
     async def close(self) -> None:
         """Close all connections; safe to call twice."""

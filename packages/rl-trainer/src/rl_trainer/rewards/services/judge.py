@@ -19,7 +19,7 @@ from rl_protocol.errors import UNREADABLE
 from rl_trainer.rewards.scorer import Failure, Outcome, Sample, Scored
 from rl_trainer.rewards.scorer_toml import JudgeConfig
 from rl_trainer.rewards.services.answer_cache import AnswerCache
-from rl_trainer.rewards.services.http_service import HttpService, Timeout
+from rl_trainer.rewards.services.http_service import HttpService
 from rl_trainer.rewards.services.rubric import question, verdict
 
 CACHED = "cached"
@@ -71,9 +71,14 @@ class JudgeScorer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._judge = judge
-        timeout = Timeout(timeout_s, "JudgeScorer.timeout_s")
-        url = f"{judge.url.rstrip('/')}/chat/completions"
-        self._service = HttpService(url, judge, timeout, environment, clock)
+        self._service = HttpService(
+            judge,
+            timeout_s,
+            "JudgeScorer.timeout_s",
+            path="/chat/completions",
+            environment=environment,
+            clock=clock,
+        )
         self._cache = AnswerCache(Path(judge.cache).expanduser()) if judge.cache else None
         self._asked: dict[bytes, asyncio.Task[Outcome]] = {}
         """Questions that are under way, by key."""

@@ -20,7 +20,7 @@ import msgspec
 from rl_protocol.errors import UNREADABLE
 from rl_trainer.rewards.scorer import Failure, Outcome, Sample, outcome_of
 from rl_trainer.rewards.scorer_toml import RemoteScorerConfig
-from rl_trainer.rewards.services.http_service import HttpService, Timeout
+from rl_trainer.rewards.services.http_service import HttpService
 
 _Answer = dict[str, float | str | bool | None] | float | None
 
@@ -49,9 +49,7 @@ class RemoteScorer:
         environment: Mapping[str, str] = os.environ,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._service = HttpService(
-            remote.url, remote, Timeout(timeout_s, "RemoteScorer.timeout_s"), environment, clock
-        )
+        self._service = HttpService(remote, timeout_s, "RemoteScorer.timeout_s", environment=environment, clock=clock)
 
     async def score(self, samples: Sequence[Sample]) -> list[Outcome]:
         return list(await asyncio.gather(*map(self._one, samples)))
