@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -366,6 +367,44 @@ def test_rows_that_were_used_longest_ago_leave_memory_first() -> None:
     world.ledger.blocks.release(SESSION, [2])
     assert room_for(world, 64) is not None
     assert (in_memory(world, *"abcd"), world.rows.loads.evicted) == (set(), 4)
+
+
+class Counted(np.ndarray[tuple[int, ...], np.dtype[np.int32]]):
+    """An array that counts the elements that were read or compared."""
+
+    seen = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        found = self.view(np.ndarray)[at]
+        Counted.seen += np.size(found)
+        return found
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **how: Any) -> Any:
+        plain = [it.view(np.ndarray) if isinstance(it, Counted) else it for it in inputs]
+        Counted.seen += sum(it.size for it in inputs if isinstance(it, Counted))
+        return getattr(ufunc, method)(*plain, **how)
+
+
+@pytest.mark.parametrize("others", [0, 30, 3000])
+def test_what_leaves_memory_is_found_without_looking_at_other_rows(others: int) -> None:
+    """Three blocks of two rows leave memory; no other row has a column there."""
+    world = World()
+    for key in "abc":
+        world.put(key, f"{key}2", n=ord(key), data=True)
+        recorded(world)
+    if others:
+        world.put(*(f"other{i}" for i in range(others)))
+        recorded(world)
+    world.put("a", n=7)  # a change that moves no column
+    recorded(world)
+    cells = world.ledger._partitions.get("p").columns.cells["x"]
+    cells.block = cells.block.view(Counted)
+    assert all(world.capacity.take(unit, 4096 - blocks) for unit, blocks in enumerate((64, 128)))
+    Counted.seen = 0
+    for _ in range(3):
+        assert room_for(world, 64) is not None
+    assert world.rows.loads.evicted == 3
+    assert Counted.seen == 3 * 2 * 3  # each row is compared, compared again when it leaves, and read
 
 
 def test_only_what_lies_in_a_block_leaves_memory_with_it() -> None:

@@ -117,6 +117,7 @@ class DurableRows:
     loads: RowLoads = field(init=False)
 
     def __post_init__(self) -> None:
+        self.ledger.unloads = True
         self.loads = RowLoads(
             self.ledger, self.capacity, self.journal.read, self.memory, self._digest, self.outcomes.short
         )

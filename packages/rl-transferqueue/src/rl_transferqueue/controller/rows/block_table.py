@@ -47,6 +47,8 @@ class Block:
     compacting: bool = False
     digest: bytes = b""
     """The xxh3-128 of its payload; empty: it is not verified. A block with one is not compacted."""
+    generations: Ints | range | None = None
+    """Of the rows that lay in it when it was made; None: not recorded, see `Ledger.unloads`."""
 
 
 @dataclass(slots=True)

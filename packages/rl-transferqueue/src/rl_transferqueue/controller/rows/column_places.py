@@ -86,12 +86,12 @@ class ColumnPlaces:
         found = {block for cells in families.values() for block in np.unique(cells.block[slots]).tolist()}
         return sorted(block for block in found if block > 0)
 
-    def rows_in(self, block: int) -> Ints:
-        """Slots of the rows with a column in a block."""
-        mask = np.zeros(self._slots, np.bool_)
+    def rows_in(self, block: int, slots: Ints) -> Ints:
+        """Those of the slots whose rows have a column in a block."""
+        mask = np.zeros(slots.size, np.bool_)
         for cells in self._families:
-            mask |= cells.block == block
-        return np.flatnonzero(mask)
+            mask |= cells.block[slots] == block
+        return slots[mask]
 
     def on_disk(self, slots: Ints, names: Iterable[str]) -> Bools:
         """Which rows have one of these columns on the disk alone."""

@@ -51,6 +51,9 @@ class Contents(NamedTuple):
 class Ledger:
     """Rows, the blocks that hold their columns, and the callers that wait for them.
 
+    Attributes:
+        unloads: blocks record which rows they hold, as `unload_block` needs it.
+
     >>> ledger = Ledger()
     >>> ledger.commit("train", ("a", "b"), (TagColumn("n", (1, 2)),))
     (range(1, 3), [])
@@ -64,6 +67,7 @@ class Ledger:
         self._next_generation = 1
         self.waiters = Waiters(self._partitions)
         self.blocks = BlockTable(epochs or Epochs(_PRIVATE_SLOTS), last_id=before)
+        self.unloads = False
 
     def contents(self) -> Contents:
         """What is there, for statistics."""
@@ -144,16 +148,18 @@ class Ledger:
         table = self._partitions.get_or_add(partition)
         slots, new = table.add(keys, first)
         before = self.waiters.count_ready(partition, table, slots, new)
+        generations, last = table.generations(slots), first + len(keys) - 1
+        rows = range(first, last + 1) if generations[-1] == last else generations  # the last one: all rows are new
         table.tags.merge(slots, tags)
         if block is not None and spec is not None:
             names = [column.name for column in spec.columns]
             made = self.blocks.add(block, header, partition, len(keys) * len(names))
             made.digest = digest
+            if self.unloads:
+                made.generations = rows
             self.blocks.drop_cells(table.columns.place(names, slots, made.ref.slot))
             table.columns.recover(keys, names)
         self._partitions.touch(table, slots)
-        generations, last = table.generations(slots), first + len(keys) - 1
-        rows = range(first, last + 1) if generations[-1] == last else generations  # the last one: all rows are new
         return rows, self.waiters.serve(partition, table, slots, before)
 
     def generations(self, partition: str, keys: Sequence[str] | None, first: int = 0) -> Ints:
@@ -206,9 +212,11 @@ class Ledger:
 
     def unload_block(self, block: Block) -> int:
         """The journal has all that lies in a block, which leaves memory; returns of how many
-        rows."""
+        rows. Looks at no others; needs `unloads`."""
+        assert block.generations is not None
         table = self._partitions.get(block.partition)
-        slots = table.columns.rows_in(block.ref.slot)
+        slots = table.find_generations(np.array(block.generations, np.int64))
+        slots = table.columns.rows_in(block.ref.slot, slots)
         self.blocks.drop_cells(table.columns.unload(slots, block.ref.slot))
         return int(slots.size)
 
@@ -235,7 +243,7 @@ class Ledger:
         `digest` is that of the block's payload, see `Block`."""
         put, table = read.put, self._partitions.get(read.put.partition)
         made = self.blocks.add(block, put.header, put.partition, 0)
-        made.digest = digest
+        made.digest, made.generations = digest, np.array(put.generations, np.int64)
         for names, slots, rows in self._unloaded(read, since, _names(put.header)):
             made.cells += table.columns.load(names, slots, made.ref.slot, rows)
         made.full_cells = made.cells
@@ -433,6 +441,7 @@ class Ledger:
         if copy is not None:
             rows = np.frombuffer(plan.rows, "<i8")
             made = self.blocks.add(*copy, block.partition, rows.size * len(plan.fields))
+            made.generations = block.generations
             table = self._partitions.find(block.partition)
             moved = table.columns.move(block.ref.slot, rows, made.ref.slot) if table is not None else 0
             lost, made.full_cells = made.cells - moved, moved
