@@ -238,7 +238,7 @@ def test_the_update_replays_what_the_pass_before_it_recorded(moe_model, moved, p
     }
     metrics = policy.update(BatchData(full), temperature=1.0)
     assert tokens > 20
-    assert metrics["actor/ppo_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert apart(metrics["actor/ppo_kl"], 0.0, again) < 1e-6
     routed = policy.compute_log_probs(BatchData({**batch.columns}), temperature=1.0).ragged(ROUTED).values
     assert (routed != before.ragged(ROUTED).values).any()  # the routers have moved
 
