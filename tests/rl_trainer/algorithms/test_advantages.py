@@ -485,6 +485,34 @@ def test_every_estimator_equals_the_oracle(name, x):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_an_estimator_names_the_settings_that_change_its_result(name):
+    rng = np.random.default_rng(3)
+    given = inputs(
+        [("a", 0), ("a", 1), ("a", 2)],
+        [3, 3, 3],
+        [1, 0.3, 0],
+        mask=[1, 0, 1] * 3,
+        generated=[1, 0, 1] * 3,  # two turns
+        old_log_probs=np.log(rng.uniform(0.1, 0.9, 9)),
+        ref_log_prob=np.log(rng.uniform(0.1, 0.9, 9)),
+        **{column: rng.uniform(0.1, 1, 9) for column in ("values", "sum_pi_squared", "rollout_is_weights")},
+        token_rewards=np.linspace(0, 0.3, 9),
+        reward_baselines=rng.uniform(0.1, 1, 3),
+        reward_components=rng.uniform(0, 1, (3, 1)),
+        component_weights=[1.0],
+        norm_by_std=False,
+    )
+    changes = {"gamma": {"gamma": 0.5}, "lam": {"lam": 0.5}, "norm_adv_by_std_in_grpo": {"norm_by_std": True}}
+    estimator = ADVANTAGE_ESTIMATORS.get(name)
+
+    def advantages(**change):
+        return estimator.estimate(dataclasses.replace(given, **change))[0].tolist()
+
+    usual = advantages()
+    assert tuple(one for one, change in changes.items() if advantages(**change) != usual) == estimator.settings
+
+
+@pytest.mark.parametrize("name", NAMES)
 @settings(deadline=None, max_examples=10)
 @given(x=batches(), seed=st.integers(0, 2**32 - 1))
 def test_the_order_of_rows_changes_not_one_bit(name, x, seed):

@@ -113,6 +113,11 @@ def test_answers_alone_may_be_of_any_age():
             4,
             r"gamma@a has no effect with rl_coef=0",
         ),
+        (
+            {"by_source": ("norm_adv_by_std_in_grpo=false@a", "adv_estimator=rloo@a")},
+            4,
+            r"by_source: norm_adv_by_std_in_grpo@a has no effect .*=rloo; .*: grpo, grpo_passk, gdpo, gigpo\.$",
+        ),
         ({"by_source": ("adv_estimator=rlo@a",)}, 4, r"adv_estimator.*'rlo'.*Did you mean 'rloo'"),
         ({"by_source": ("sft_coef=1@a",)}, 2, r"n must be at least 3 .*grpo"),
         ({"by_source": ("adv_estimator=gdpo@a",)}, 4, r"gdpo_reward_keys goes with .*grpo and gdpo"),

@@ -26,6 +26,10 @@ ROUTER_REPLAYS = ("disabled", "R2", "R3")
 
 
 DISCOUNTS = ("gamma", "lam")
+"""Settings of a source that are from 0 to 1."""
+
+
+ESTIMATOR_SETTINGS = (*DISCOUNTS, "norm_adv_by_std_in_grpo")
 """Settings of a source that only some estimators use."""
 
 
@@ -267,9 +271,9 @@ class AlgorithmConfig(Options):
         """The sources for which `by_source` sets the weight of the divergence."""
         return tuple(source for source, given in self._of_sources.items() if REF_KL_COEF in given)
 
-    def discounts_of(self, data_source: str) -> tuple[str, ...]:
-        """Which of DISCOUNTS `by_source` sets for a source."""
-        return tuple(name for name in self._of_sources[data_source] if name in DISCOUNTS)
+    def estimator_settings_of(self, data_source: str) -> tuple[str, ...]:
+        """Which of ESTIMATOR_SETTINGS `by_source` sets for a source."""
+        return tuple(name for name in self._of_sources[data_source] if name in ESTIMATOR_SETTINGS)
 
     @cached_property
     def _settings(self) -> Mapping[str, AlgorithmConfig]:

@@ -110,7 +110,7 @@ def _check_sources(algorithm: AlgorithmConfig, actor: ActorConfig) -> None:
             f"learns the returns of all rows; got adv_estimator={_estimator_names(algorithm)}. Set estimators of one kind."
         )
     for source in algorithm.sources:
-        _check_discounts(algorithm, source)
+        _check_estimator_settings(algorithm, source)
         if not trains_rows(algorithm, actor, source):
             raise ConfigError(
                 f"AlgorithmConfig.by_source leaves nothing to train on in rows of data_source={source!r}; set rl_coef=1@{source} or "
@@ -124,14 +124,14 @@ def _check_sources(algorithm: AlgorithmConfig, actor: ActorConfig) -> None:
             )
 
 
-def _check_discounts(algorithm: AlgorithmConfig, source: str) -> None:
-    """Check that the estimator of a source uses the discounts that are set for it."""
+def _check_estimator_settings(algorithm: AlgorithmConfig, source: str) -> None:
+    """Check that the estimator of a source uses the settings that are set for it."""
     one = algorithm.for_source(source)
-    used = ADVANTAGE_ESTIMATORS.get(one.adv_estimator).discounts if one.rl_coef else ()
-    for name in algorithm.discounts_of(source):
+    used = ADVANTAGE_ESTIMATORS.get(one.adv_estimator).settings if one.rl_coef else ()
+    for name in algorithm.estimator_settings_of(source):
         if name not in used:
             why = f"adv_estimator={one.adv_estimator}" if one.rl_coef else "rl_coef=0"
-            users = [e for e in ADVANTAGE_ESTIMATORS.names() if name in ADVANTAGE_ESTIMATORS.get(e).discounts]
+            users = [e for e in ADVANTAGE_ESTIMATORS.names() if name in ADVANTAGE_ESTIMATORS.get(e).settings]
             raise ConfigError(
                 f"AlgorithmConfig.by_source: {name}@{source} has no effect with {why}; leave it out, or set adv_estimator to one that uses "
                 f"{name}: {', '.join(users)}."

@@ -22,24 +22,26 @@ from rl_trainer.algorithms.advantages.rloo import rloo
 from rl_trainer.config import AlgorithmConfig
 from rl_trainer.config.registry import Registry
 
+_BY_STD = ("norm_adv_by_std_in_grpo",)
+
 ADVANTAGE_ESTIMATORS: Registry[Estimator] = Registry(
     "AlgorithmConfig.adv_estimator",
     "rl_trainer.advantage_estimators",
     Estimator,
     {
-        "gae": Estimator(gae, reads=("values",), discounts=("gamma", "lam")),
-        "grpo": Estimator(grpo, compares=True),
+        "gae": Estimator(gae, reads=("values",), settings=("gamma", "lam")),
+        "grpo": Estimator(grpo, compares=True, settings=_BY_STD),
         "dr_grpo": Estimator(dr_grpo, compares=True),
-        "grpo_passk": Estimator(grpo_passk, compares=True),
+        "grpo_passk": Estimator(grpo_passk, compares=True, settings=_BY_STD),
         "rloo": Estimator(rloo, compares=True),
-        "reinforce_plus_plus": Estimator(reinforce_plus_plus, discounts=("gamma",)),
+        "reinforce_plus_plus": Estimator(reinforce_plus_plus, settings=("gamma",)),
         "reinforce_plus_plus_baseline": Estimator(reinforce_plus_plus_baseline, compares=True),
         "remax": Estimator(remax, reads=("reward_baselines",)),
         "opo": Estimator(opo, compares=True),
         "maxrl": Estimator(maxrl, compares=True),
         "gpg": Estimator(gpg, compares=True),
-        "gdpo": Estimator(gdpo, reads=("reward_components",), compares=True),
-        "gigpo": Estimator(gigpo, compares=True, discounts=("gamma",)),
+        "gdpo": Estimator(gdpo, reads=("reward_components",), compares=True, settings=_BY_STD),
+        "gigpo": Estimator(gigpo, compares=True, settings=("gamma", *_BY_STD)),
         "rae": Estimator(rae, reads=("data_source", "extra_info")),
         "optimal_token_baseline": Estimator(
             optimal_token_baseline, reads=("old_log_probs", "sum_pi_squared"), compares=True

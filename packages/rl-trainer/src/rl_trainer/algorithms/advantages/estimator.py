@@ -121,13 +121,14 @@ class Estimator:
         reads: columns that it reads besides scores and masks; the stages that write them are added
             to the step.
         compares: it compares the sessions of a prompt, so rollout.n must be at least 2.
-        discounts: which of gamma and lam it uses; AlgorithmConfig.by_source sets only these.
+        settings: which of gamma, lam and norm_adv_by_std_in_grpo it uses; AlgorithmConfig.by_source
+            sets only these.
     """
 
     estimate: Callable[[AdvantageInputs], Estimate]
     reads: tuple[str, ...] = ()
     compares: bool = False
-    discounts: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
 
 
 def whiten(x: FloatArray) -> FloatArray:
