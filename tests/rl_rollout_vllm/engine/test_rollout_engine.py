@@ -230,7 +230,7 @@ def test_a_storm_of_updates_loses_no_request(opened):
             rows = made_by - np.log(np.exp(made_by).sum(-1, keepdims=True))
             if part.response_ids:
                 assert (
-                    apart(part.log_probs, rows[before[: len(part.response_ids)], list(part.response_ids)], rows) < 1e-6
+                    apart(part.log_probs, rows[before[: len(part.response_ids)], list(part.response_ids)], rows) < 1e-5
                 )
             else:
                 assert not part.log_probs
@@ -286,7 +286,7 @@ def test_a_response_is_continued_by_the_new_weights_and_every_token_has_its_vers
         ids, of_them = drawn(table, prompt, request_seed(0, "p", 0, len(prompt)), count)
         prompt, log_probs = prompt + ids, log_probs + of_them
     assert [t for r in ranges for t in r.token_ids] == prompt[2:]
-    assert apart([p for r in ranges for p in r.log_probs], log_probs) < 1e-6
+    assert apart([p for r in ranges for p in r.log_probs], log_probs) < 1e-5
 
 
 @pytest.mark.parametrize("policy", ["abort", "continue"])

@@ -31,10 +31,10 @@ def test_full_divergence_against_numpy_and_autograd():
     logits = torch.tensor(a, dtype=torch.float32, requires_grad=True)
     kl = full_kl(logits, torch.tensor(b, dtype=torch.float32), 0.7)
     truth = (p * np.log(p / q)).sum(-1)
-    assert apart(kl, truth, np.log(p)) < 1e-6
+    assert apart(kl, truth, np.log(p)) < 1e-5
     kl.sum().backward()
     slope = p * (np.log(p / q) - truth[:, None]) / 0.7
-    assert apart(logits.grad, slope, np.log(p) / 0.7) < 1e-6
+    assert apart(logits.grad, slope, np.log(p) / 0.7) < 1e-5
 
 
 def test_readings_of_logits_against_numpy():
@@ -43,10 +43,10 @@ def test_readings_of_logits_against_numpy():
     scores = torch.tensor(logits, dtype=torch.float32)
     log_prob, entropy = log_prob_columns(scores, torch.tensor(tokens), 0.7, squares=False)
     p = np.exp(logits / 0.7) / np.exp(logits / 0.7).sum(-1, keepdims=True)
-    assert apart(log_prob, np.log(p[np.arange(5), tokens])) < 1e-6
-    assert apart(entropy, -(p * np.log(p)).sum(-1)) < 1e-6
+    assert apart(log_prob, np.log(p[np.arange(5), tokens])) < 1e-5
+    assert apart(entropy, -(p * np.log(p)).sum(-1)) < 1e-5
     squares = sum_pi_squared(torch.tensor(logits, dtype=torch.float32), 0.7)
-    assert apart(squares, (p * p).sum(-1)) < 1e-6
+    assert apart(squares, (p * p).sum(-1)) < 1e-5
 
 
 TOKENS, VOCABULARY, WIDTH = 37, 50, 8
