@@ -15,6 +15,7 @@ from rl_app_ppo.checks.facts import Facts
 from rl_app_ppo.checks.registry import preflight
 from rl_app_ppo.cli.main import main
 from rl_app_ppo.config import rollout_engines
+from rl_app_ppo.config.devices import plan_processes
 from rl_app_ppo.config.loading import load_config
 from rl_ckpt_engine import PluginPolicy
 from rl_protocol import ConfigError
@@ -128,6 +129,18 @@ def test_a_vllm_for_gpus_and_a_reward_model_on_one_are_refused_without_one(on, t
     trust(judge)
     with pytest.raises(ConfigError, match=r'device = "cuda" of .*judge\.toml in reward\.function needs an NVIDIA GPU'):
         machine.check_gpus(load_config([f"reward.function={judge}"]), CPU)
+
+
+def test_a_weight_engine_for_gpus_is_refused_where_actor_or_rollout_compute_on_the_cpu():
+    def check(*words, devices=("cuda",)):
+        config = load_config(["checkpoint_engine.backend=nccl", "placement=separate", *words])
+        machine.check_sync_on_gpus(config, plan_processes(config, 4), devices)
+
+    check()
+    check("rollout.device=cpu", devices=CPU)
+    for setting, role in (("rollout.device=cpu", "rollout"), ("torch.device=cpu", "actor")):
+        with pytest.raises(ConfigError, match=f"backend=nccl moves weights between GPUs, and the {role} computes on"):
+            check(setting)
 
 
 def test_ranks_on_gpus_are_at_most_as_many_as_gpus(on):

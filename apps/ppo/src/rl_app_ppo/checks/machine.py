@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from rl_app_ppo.config.devices import PlannedProcess
 from rl_app_ppo.config.placement import rollout_in_actor
 from rl_app_ppo.config.schema import LOCAL, AppConfig
 from rl_protocol import ConfigError
@@ -104,6 +106,27 @@ def check_gpus(config: AppConfig, sync_devices: tuple[str, ...]) -> None:
     config.generator.check_gpus(gpu_count)
     for setting, remedy in _asked(config, sync_devices).items():
         require_gpu(gpu_count(), setting, remedy)
+
+
+def check_sync_on_gpus(config: AppConfig, planned: Sequence[PlannedProcess], sync_devices: tuple[str, ...]) -> None:
+    """Check that actor and rollout compute on GPUs where the weight engine needs them.
+
+    Args:
+        config: the configuration of the run.
+        planned: its processes.
+        sync_devices: devices on which the weight engine of `checkpoint_engine.backend` works.
+
+    Raises:
+        ConfigError: one computes on the CPU; names its setting, and an engine that works there.
+    """
+    if not config.checkpoint_engine.enabled or "cpu" in sync_devices:
+        return
+    for role in ("actor", "rollout"):
+        if any(role in process.roles and not process.uses_gpus for process in planned):
+            raise ConfigError(
+                f"checkpoint_engine.backend={config.checkpoint_engine.backend} moves weights between GPUs, and the {role} computes on the CPU. "
+                "Set checkpoint_engine.backend=shm, or have actor and rollout on GPUs; `rl plan` shows the device of each process."
+            )
 
 
 def _asked(config: AppConfig, sync_devices: tuple[str, ...]) -> dict[str, str]:

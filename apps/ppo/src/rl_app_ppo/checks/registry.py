@@ -9,7 +9,13 @@ import msgspec
 
 from rl_app_ppo.checks import host
 from rl_app_ppo.checks.facts import Facts
-from rl_app_ppo.checks.machine import check_gpus, check_hosts, check_installed_engines, check_network
+from rl_app_ppo.checks.machine import (
+    check_gpus,
+    check_hosts,
+    check_installed_engines,
+    check_network,
+    check_sync_on_gpus,
+)
 from rl_app_ppo.checks.memory import available_bytes, check_plane_size, step_bytes
 from rl_app_ppo.checks.model import check_context, check_model, check_models_fit
 from rl_app_ppo.checks.prompts import check_prompts_are_known
@@ -179,6 +185,7 @@ def _devices(facts: Facts) -> str | None:
         check_gpus(facts.config, facts.sync.capabilities.devices)
         if facts.elsewhere:
             return "known when the run joins the cluster"
+    check_sync_on_gpus(facts.config, facts.planned, facts.sync.capabilities.devices)
     return f"{len(facts.planned)} processes on {sum(process.gpus for process in facts.planned)} GPUs"
 
 
