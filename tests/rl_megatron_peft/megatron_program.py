@@ -142,14 +142,13 @@ def logits_of(policy):
 
     from rl_megatron_peft.backend.cpu_shims import runnable
     from rl_megatron_peft.backend.parallel import broadcast_from_stage
-    from rl_megatron_peft.backend.train.forward_backward import run_passes
+    from rl_megatron_peft.backend.train.forward_backward import Stage, run_passes
 
     batch = batch_of(5, 99)
     parts = [batch.slice(0, 2), batch.slice(2, 5)]
     with torch.no_grad(), runnable():
-        found = run_passes(
-            policy.model, parts, lambda _, logits: logits, vocab=15, device=policy.ranks.device, train=False
-        )
+        stage = Stage(policy.model, policy.ranks.device, vocab=15)
+        found = run_passes(stage, parts, lambda _, logits: logits, train=False)
     tokens = batch.ragged("responses").values.shape[0]
     return broadcast_from_stage(
         torch.cat(found) if found else torch.empty(tokens, 15), policy.ranks.layout.pipeline - 1

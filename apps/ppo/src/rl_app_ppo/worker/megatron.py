@@ -14,9 +14,9 @@ from rl_app_ppo.worker.build import Build, Built, join_timeout_s, sender_of
 from rl_app_ppo.worker.messages import BuildCall
 from rl_megatron_peft import Layout, LoraConfig
 from rl_megatron_peft.backend.critic import MegatronCriticBackend
-from rl_megatron_peft.backend.learner import MetricSums, MiniBatchCounts
 from rl_megatron_peft.backend.parallel import Ranks, all_reduce_data_parallel, open_ranks
 from rl_megatron_peft.backend.policy import MegatronPolicyBackend
+from rl_megatron_peft.backend.train.mini_batches import MetricSums, MiniBatchCounts
 from rl_megatron_peft.backend.train.settings import TrainSettings
 from rl_protocol import BatchData
 from rl_protocol.ports import DataPlane, RolloutEngine

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from rl_megatron_peft.backend.io.verl_legacy import read_legacy
-from rl_megatron_peft.backend.learner import MetricSums, MiniBatchCounts
 from rl_megatron_peft.backend.lora.gather_adapter import scatter_adapter
 from rl_megatron_peft.backend.parallel import close_ranks, open_ranks
 from rl_megatron_peft.backend.policy import MegatronPolicyBackend
 from rl_megatron_peft.backend.resume import load_checkpoint, save_checkpoint
+from rl_megatron_peft.backend.train.mini_batches import MetricSums, MiniBatchCounts
 from rl_megatron_peft.backend.train.settings import TrainSettings
 from rl_megatron_peft.base_model.layout import Layout
 from rl_megatron_peft.errors import bad_file

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from rl_megatron_peft.backend.io.hf_export import write_model
-from rl_megatron_peft.backend.learner import MegatronLearner, MetricSums, MiniBatchCounts
+from rl_megatron_peft.backend.learner import MegatronLearner
 from rl_megatron_peft.backend.model.value_head import gather_value_head, set_value_head
 from rl_megatron_peft.backend.model.weight_mapping import OwnMapping
+from rl_megatron_peft.backend.train.mini_batches import MetricSums, MiniBatchCounts
 from rl_megatron_peft.peft.adapter_folder import read_value_head
 from rl_protocol import BatchData
 from rl_protocol.torch import to_weight

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar, Generic, TypeVar
 
@@ -32,7 +31,14 @@ from rl_megatron_peft.backend.parallel import (
     longest_of_expert_ranks,
     ranks_of_replica,
 )
-from rl_megatron_peft.backend.train.forward_backward import run_passes
+from rl_megatron_peft.backend.train.forward_backward import Stage, run_passes
+from rl_megatron_peft.backend.train.mini_batches import (
+    MetricSums,
+    MiniBatchCounts,
+    add_sums,
+    count_tokens,
+    micro_batches_of,
+)
 from rl_megatron_peft.backend.train.optimizer import Optimizer
 from rl_megatron_peft.backend.train.param_groups import (
     TrainedParameter,
@@ -48,23 +54,6 @@ from rl_megatron_peft.peft.checkpoint_folders import new_folder
 from rl_megatron_peft.peft.lora_config import LoraConfig
 from rl_protocol import BatchData, ConfigError, OutputError, RaggedColumn
 from rl_protocol.torch import tensor_digest
-
-
-@dataclass(frozen=True, slots=True)
-class MiniBatchCounts:
-    """Sizes of a mini-batch over all replicas, by which losses are divided.
-
-    Attributes:
-        tokens: unmasked response tokens.
-        sequences: trajectories with at least one unmasked token.
-    """
-
-    tokens: int
-    sequences: int
-
-
-MetricSums = Mapping[str, tuple[float, float]]
-"""Metric name -> (sum, weight): both are added over micro-batches, the metric is sum / weight."""
 
 OutputLoss = Callable[[BatchData, MiniBatchCounts, torch.Tensor], tuple[torch.Tensor, MetricSums]]
 """(micro-batch, counts of its mini-batch, model output [T, ...]) -> share of the loss, metrics."""
@@ -119,14 +108,18 @@ class MegatronLearner(ABC, Generic[LossFn]):
         self.model = build_model(self.shape, ranks, self.settings.dtype)
         replays = self.shape.experts and not self.has_value_head
         self._experts = ExpertReplay(self.model, self.shape, ranks) if replays else None
-        self._set_experts = None if self._experts is None else self._experts.set
         self.adapters: list[LoraLayer] = []
         self.updates = 0
         self._loss = loss
         self._mapping = mapping(self.path, self.shape, ranks)
         self._mapping.load(self.model)
         self._dropout_context = DropoutContext()
-        self._vocab = None if self.has_value_head else self.shape.vocab
+        self._stage = Stage(
+            self.model,
+            ranks.device,
+            vocab=None if self.has_value_head else self.shape.vocab,
+            set_experts=None if self._experts is None else self._experts.set,
+        )
         trained, settings = self._make_trainable(), self.settings
         self._optimizer = (
             None
@@ -163,7 +156,7 @@ class MegatronLearner(ABC, Generic[LossFn]):
         Raises:
             ConfigError: there are to be experts, and the model has none.
         """
-        micro_batches = _micro_batches(batch, range(len(batch)), self.settings.forward_rows)
+        micro_batches = micro_batches_of(batch, range(len(batch)), self.settings.forward_rows)
         recorder, used = self._recorder() if experts else None, list[torch.Tensor]()
 
         def read_output(number: int, output: torch.Tensor) -> torch.Tensor:
@@ -171,13 +164,10 @@ class MegatronLearner(ABC, Generic[LossFn]):
 
         with torch.no_grad(), runnable():
             found = run_passes(
-                self.model,
+                self._stage,
                 micro_batches,
                 read_output,
-                vocab=self._vocab,
-                device=self.ranks.device,
                 train=False,
-                set_experts=self._set_experts,
                 after_pass=None if recorder is None else lambda: used.append(recorder.used()),
                 passes=longest_of_expert_ranks(len(micro_batches), self.ranks.device),
             )
@@ -222,7 +212,7 @@ class MegatronLearner(ABC, Generic[LossFn]):
         total: dict[str, tuple[float, float]] = {}
         norms: list[float] = []
         for rows in mini_batches:
-            _add(total, self._accumulate(batch, rows, output_loss))
+            add_sums(total, self._accumulate(batch, rows, output_loss))
             norms.append(self.optimizer.step())
         self.updates += 1
         finite = [norm for norm in norms if np.isfinite(norm)]
@@ -256,13 +246,13 @@ class MegatronLearner(ABC, Generic[LossFn]):
         self, batch: BatchData, rows: Sequence[int], output_loss: OutputLoss
     ) -> dict[str, tuple[float, float]]:
         """Compute the gradients of a mini-batch; return metrics and loss over all replicas."""
-        counts = _count(batch, rows, self.ranks)
-        micro_batches = _micro_batches(batch, rows, self.settings.micro_batch_rows)
+        counts = count_tokens(batch, rows, self.ranks)
+        micro_batches = micro_batches_of(batch, rows, self.settings.micro_batch_rows)
         sums: dict[str, tuple[float, float]] = {}
 
         def loss_of(number: int, output: torch.Tensor) -> torch.Tensor:
             loss, metrics = output_loss(micro_batches[number], counts, output)
-            _add(sums, {**metrics, "loss": (float(loss.detach()), 0.0)})
+            add_sums(sums, {**metrics, "loss": (float(loss.detach()), 0.0)})
             return loss
 
         def name_pass(number: int) -> None:
@@ -272,21 +262,18 @@ class MegatronLearner(ABC, Generic[LossFn]):
         try:
             with runnable():
                 run_passes(
-                    self.model,
+                    self._stage,
                     micro_batches,
                     loss_of,
-                    vocab=self._vocab,
-                    device=self.ranks.device,
                     train=True,
                     before_pass=name_pass,
-                    set_experts=self._set_experts,
                     passes=longest_of_expert_ranks(len(micro_batches), self.ranks.device),
                 )
         finally:
             self._dropout_context.pass_name = ""
         total = {"loss": (0.0, 1.0)}
         for found in all_gather_json(sums if self.ranks.tensor == 0 else {}, self.ranks.device):
-            _add(total, found)
+            add_sums(total, found)
         return total
 
     # -- state
@@ -382,24 +369,3 @@ class MegatronLearner(ABC, Generic[LossFn]):
             if adapter.spec.module.name == module:
                 return adapter.merged(parameter.detach())
         return parameter.detach()
-
-
-def _micro_batches(batch: BatchData, rows: Sequence[int], size: int) -> list[BatchData]:
-    """Divide the rows, in order, into parts of at most `size` (0: one part)."""
-    size = size or max(len(rows), 1)
-    return [batch.select_rows(list(rows[start : start + size])) for start in range(0, len(rows), size)]
-
-
-def _count(batch: BatchData, rows: Sequence[int], ranks: Ranks) -> MiniBatchCounts:
-    """Count the unmasked tokens of a mini-batch over all replicas."""
-    lengths = [int(row.sum()) for row in batch.select_rows(list(rows)).ragged("response_mask").rows()]
-    own = [sum(lengths), sum(length > 0 for length in lengths)]
-    counts_for_replica = ranks.tensor == 0 and ranks.last
-    found = all_gather_json(own if counts_for_replica else [0, 0], ranks.device)
-    return MiniBatchCounts(tokens=sum(f[0] for f in found), sequences=sum(f[1] for f in found))
-
-
-def _add(total: dict[str, tuple[float, float]], more: MetricSums) -> None:
-    for name, (value, weight) in more.items():
-        before = total.get(name, (0.0, 0.0))
-        total[name] = before[0] + value, before[1] + weight

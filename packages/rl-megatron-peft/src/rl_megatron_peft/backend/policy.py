@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 
 from rl_megatron_peft.backend.io.hf_export import write_model
-from rl_megatron_peft.backend.learner import MegatronLearner, MetricSums, MiniBatchCounts
+from rl_megatron_peft.backend.learner import MegatronLearner
 from rl_megatron_peft.backend.lora.attach import adapters_off
 from rl_megatron_peft.backend.lora.gather_adapter import gather_adapter
 from rl_megatron_peft.backend.train.forward_backward import log_probs
+from rl_megatron_peft.backend.train.mini_batches import MetricSums, MiniBatchCounts
 from rl_megatron_peft.peft.adapter_folder import Adapter, peft_tensors, write_adapter_files
 from rl_protocol import BatchData, WeightTensor
 from rl_protocol.kept_tokens import KeptTokens

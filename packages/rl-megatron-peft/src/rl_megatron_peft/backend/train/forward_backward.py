@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -42,33 +43,44 @@ def log_probs(
     return log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """This rank's stage of a model.
+
+    Attributes:
+        model: the stage.
+        device: device of the model.
+        vocab: number of real logits, before the padding of the vocabulary; None: the model outputs
+            values, which are the same on all tensor-parallel ranks.
+        set_experts: called with each micro-batch, or None for padding, and the places of its rows
+            before the stage computes it; None: the model has no experts.
+    """
+
+    model: GPTModel
+    device: torch.device
+    vocab: int | None
+    set_experts: Callable[[BatchData | None, int], None] | None = None
+
+
 def run_passes(
-    model: GPTModel,
+    stage: Stage,
     micro_batches: Sequence[BatchData],
     on_output: OnOutput[T],
     *,
-    vocab: int | None,
-    device: torch.device,
     train: bool,
     before_pass: Callable[[int], None] | None = None,
-    set_experts: Callable[[BatchData | None, int], None] | None = None,
     after_pass: Callable[[], None] | None = None,
     passes: int = 0,
 ) -> list[T]:
     """Send micro-batches through the pipeline; a collective over the ranks that share a replica.
 
     Args:
-        model: this rank's stage.
+        stage: this rank's stage.
         micro_batches: at least one row and one response token each; the same on all these ranks.
         on_output: called on the last stage with the logits [T, vocab] or values [T, 1] of each
             micro-batch.
-        vocab: number of real logits, before the padding of the vocabulary; None: the model outputs
-            values, which are the same on all tensor-parallel ranks.
-        device: device of the model.
         train: accumulate the gradients of the sum of the loss shares.
         before_pass: called with the number of each pass before this stage computes it.
-        set_experts: called with each micro-batch, or None for padding, and the places of its rows
-            before this stage computes it.
         after_pass: called after this stage has computed a micro-batch.
         passes: number of passes if above that of micro-batches. The others compute one token of
             padding: ranks that hold each other's experts need equally many.
@@ -80,10 +92,11 @@ def run_passes(
     if not passes:
         return []
 
+    model, device, set_experts = stage.model, stage.device, stage.set_experts
     config = model.config
     multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
 
-    def step(numbers: Iterator[int], stage: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
+    def step(numbers: Iterator[int], model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
         number = next(numbers)
         if before_pass is not None:
             before_pass(number)
@@ -91,22 +104,22 @@ def run_passes(
             ids = torch.zeros((1, multiple), dtype=torch.int64, device=device)
             if set_experts is not None:
                 set_experts(None, multiple)
-            return stage(ids, torch.arange(multiple, device=device)[None], None), nothing
+            return model(ids, torch.arange(multiple, device=device)[None], None), nothing
         micro = micro_batches[number]
         joined = pad_sequences(micro.ragged("prompts"), micro.ragged("responses"), multiple=multiple)
         ids = joined.ids.to(device)  # padded on the right, where causal attention does not look
         if set_experts is not None:
             set_experts(micro, ids.shape[1])
         positions = torch.arange(ids.shape[1], device=device).expand_as(ids)
-        out = stage(ids, positions, None)
+        out = model(ids, positions, None)
         if after_pass is not None:
             after_pass()
         return out, partial(finish, number, joined)
 
     def finish(number: int, joined: Sequences, out: torch.Tensor, non_loss_data: bool = False) -> Any:
         found = out[joined.row.to(device), joined.place.to(device)]
-        if vocab is not None:
-            found = gather_from_tensor_model_parallel_region(found)[:, :vocab]
+        if stage.vocab is not None:
+            found = gather_from_tensor_model_parallel_region(found)[:, : stage.vocab]
         result = on_output(number, found)
         if non_loss_data:
             return result
