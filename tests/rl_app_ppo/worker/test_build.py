@@ -17,7 +17,7 @@ from rl_app_ppo.config.training_backends import TRAINING_BACKENDS
 from rl_app_ppo.worker import build
 from rl_app_ppo.worker.build import build_workers
 from rl_app_ppo.worker.messages import BuildCall
-from rl_protocol import BatchData, RolloutError, ragged
+from rl_protocol import BatchData, ConfigError, RolloutError, ragged
 from rl_protocol.ports import GenerationRequest, SamplingParams
 from rl_trainer import LoraConfig
 from rl_trainer.rollout.hf_engine import HFRolloutEngine
@@ -40,12 +40,12 @@ def built(base_model, monkeypatch):
     monkeypatch.setattr(build, "connect", connect)
     plane = start_local_plane(TransferQueueConfig(backend="memory", capacity_mb=8, segment_mb=1))
 
-    def run(body, *overrides, roles=ROLES):
+    def run(body, *overrides, roles=ROLES, **sent):
         config = load_config([f"model.path={base_model}", "placement=fused", *overrides])
 
         async def with_workers():
             call = BuildCall(
-                config=to_yaml(config), model_path=str(base_model), plane=msgspec.json.encode(plane.descriptor)
+                config=to_yaml(config), model_path=str(base_model), plane=msgspec.json.encode(plane.descriptor), **sent
             )
             try:
                 await body(await build_workers(roles, call))
@@ -164,6 +164,15 @@ def test_a_rollout_that_can_not_share_has_its_own_weights(built, base_model, ove
             np.testing.assert_array_equal(held.numpy(), saved[name])
 
     built(body, override)
+
+
+def test_an_adapter_of_the_critic_that_can_not_be_read_is_named_with_its_key(built, tmp_path):
+    async def body(_workers):
+        raise AssertionError("built")
+
+    adapters = "algorithm=ppo", "critic.use_lora=true", "lora.rank=2"
+    with pytest.raises(ConfigError, match=r"^critic\.adapter_path='.*gone' must be a PEFT folder"):
+        built(body, *adapters, roles=("critic",), critic_adapter_path=str(tmp_path / "gone"))
 
 
 @pytest.mark.parametrize("backend", TRAINING_BACKENDS.values(), ids=lambda backend: backend.name)

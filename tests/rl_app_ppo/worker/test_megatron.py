@@ -201,6 +201,26 @@ def test_the_worker_of_the_reference_has_no_optimizer(model, alone, monkeypatch)
         reference._backend.optimizer  # noqa: B018
 
 
+@pytest.mark.parametrize(("role", "key"), [("actor", "lora"), ("critic", "critic")])
+def test_an_adapter_that_can_not_be_read_is_named_with_its_key(model, alone, monkeypatch, tmp_path, role, key):
+    from rl_app_ppo.worker import megatron
+    from rl_app_ppo.worker.messages import BuildCall
+    from rl_protocol import RLError
+    from rl_protocol.testing.memory_data_plane import MemoryDataPlane
+    from rl_trainer import step_columns
+
+    adapters = "critic.use_lora=true", "lora.rank=2"
+    config = load_config([*SMALL, "algorithm=ppo", "critic.ppo_mini_batch_size=4", *adapters])
+    ranks = alone(config)
+    monkeypatch.setattr(megatron, "join_ranks", lambda *_: ranks)
+    gone = str(tmp_path / "gone")
+    call = BuildCall(config="", model_path=str(model), plane=b"", adapter_path=gone, critic_adapter_path=gone)
+    columns = step_columns(config.algorithm, config.actor)
+    build = megatron.build_megatron(config, call, MemoryDataPlane(), columns, Rendezvous())
+    with pytest.raises(RLError, match=rf"^{key}\.adapter_path: .*gone"):
+        build(role, None)
+
+
 @pytest.mark.parametrize("lora", [["lora.rank=2"], []], ids=["adapters", "all weights"])
 def test_bfloat16_is_what_is_computed_in_and_float32_what_is_trained(model, alone, lora):
     import torch

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import msgspec
 
+from rl_app_ppo.config.full_keys import adapter_errors
 from rl_app_ppo.config.loading import from_yaml
 from rl_app_ppo.config.model_path import read_json
 from rl_app_ppo.config.placement import Role, rollout_in_actor, shares_base, shares_weights
@@ -298,7 +299,8 @@ def _trained(
     seed_generators(seed, call.rank, TRAINED.index(role))
     if role == "critic":
         adapters = replace(config.lora, adapter_path=call.critic_adapter_path) if config.critic.use_lora else None
-        critic = TorchCriticBackend(path, config.critic, lora=adapters, rollout_n=n, seed=seed, strategy=strategy)
+        with adapter_errors("critic.adapter_path"):
+            critic = TorchCriticBackend(path, config.critic, lora=adapters, rollout_n=n, seed=seed, strategy=strategy)
         return CriticWorker(plane, columns, critic), None
     if role == "ref":
         options = PolicyOptions(frozen=True, top=top)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from rl_megatron_peft.backend.parallel import Ranks, all_reduce_data_parallel, o
 from rl_megatron_peft.backend.policy import MegatronPolicyBackend
 from rl_megatron_peft.backend.train.mini_batches import MetricSums, MiniBatchCounts
 from rl_megatron_peft.backend.train.settings import TrainSettings
-from rl_protocol import BatchData
+from rl_protocol import BatchData, RLError
 from rl_protocol.ports import DataPlane, RolloutEngine
 from rl_protocol.support.rendezvous import Rendezvous
 from rl_protocol.torch import TORCH_DTYPES
@@ -95,7 +96,8 @@ def build_megatron(
         if role == "critic":
             critic = megatron_critic(config, path, ranks)
             if call.critic_adapter_path:
-                critic.load_adapter(Path(call.critic_adapter_path))
+                with _loading("critic.adapter_path"):
+                    critic.load_adapter(Path(call.critic_adapter_path))
             return CriticWorker(plane, columns, critic), None
         temperature = config.rollout.temperature
         if role == "ref":
@@ -103,13 +105,24 @@ def build_megatron(
             return ReferenceWorker(plane, columns, reference, temperature), None
         policy = megatron_policy(config, path, ranks)
         if call.adapter_path:
-            policy.load_adapter(Path(call.adapter_path))
+            with _loading("lora.adapter_path"):
+                policy.load_adapter(Path(call.adapter_path))
         itself = config.algorithm.teacher_is_policy
         return ActorWorker(plane, columns, policy, temperature, teacher_is_policy=itself), sender_of(
             config, call, policy
         )
 
     return build
+
+
+@contextmanager
+def _loading(key: str) -> Generator[None]:
+    """Begin the errors of a block, which name a file, with the key of the adapter's path."""
+    try:
+        yield
+    except RLError as error:
+        error.message = f"{key}: {error.message}"
+        raise
 
 
 def megatron_policy(config: AppConfig, path: Path, ranks: Ranks, *, frozen: bool = False) -> MegatronPolicyBackend:
