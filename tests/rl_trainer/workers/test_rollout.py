@@ -13,7 +13,7 @@ import torch
 from replay_buffers import leased
 
 from rl_protocol import BatchError, ConfigError, RolloutError, unpack_arrays
-from rl_protocol.ports import Generation, ImageInput, SamplingParams
+from rl_protocol.ports import Generation, ImageInput, Lease, SamplingParams
 from rl_protocol.rl_columns import KEPT_COLUMNS, ROUTED, ROUTED_COLUMNS
 from rl_protocol.testing.bigram_model import BigramEngine
 from rl_protocol.testing.memory_data_plane import MemoryDataPlane
@@ -22,7 +22,7 @@ from rl_trainer import PromptRow, RolloutWorker, SessionKind, Tokenizer, Traject
 from rl_trainer.backends.torch_policy import TorchPolicyBackend
 from rl_trainer.rollout.demonstrations import Demonstrations
 from rl_trainer.rollout.hf_engine import HFRolloutEngine
-from rl_trainer.workers.messages import Partition, RolloutCall
+from rl_trainer.workers.messages import LeasedPrompt, Partition, RolloutCall
 
 ROWS = [
     PromptRow(prompt_ids=(2, 3), data_source="d", ground_truth="", images=("a.png",)),
@@ -273,6 +273,24 @@ def test_the_last_response_to_a_training_prompt_is_the_answer_of_the_data():
     _, validated = asyncio.run(body("validation"))
     assert len(asked) == 4
     assert not any(row.ragged("demonstration").values.any() for row in validated.values())
+
+
+def test_a_prompt_that_is_tried_again_has_one_answer_too():
+    """The sessions of another attempt have other numbers."""
+    row = PromptRow(prompt_ids=(2, 3), data_source="d", ground_truth="", extra_info={"solution": "c"})
+    lease = Lease("train", "p", attempt=1, sessions=(3, 4, 5), version=0, seconds=600.0)
+    partition = Partition(name="train", split="train", step=0, n=3, sampling=SamplingParams(max_new_tokens=3))
+
+    async def body():
+        plane = MemoryDataPlane()
+        worker = RolloutWorker(plane, BigramEngine(), {"train": [row]}, demonstrations=SPELLED)
+        await worker.rollout(RolloutCall(partition=partition, prompts=(LeasedPrompt(lease, 0),)))
+        listed = await plane.list_rows("train")
+        data = await plane.get(listed, ["demonstration"])
+        return dict(zip(listed.keys, data.ragged("demonstration").rows(), strict=True))
+
+    found = {key: set(given.tolist()) for key, given in asyncio.run(body()).items()}
+    assert found == {"p/3/0": {False}, "p/4/0": {False}, "p/5/0": {True}}
 
 
 def test_an_answer_that_is_missing_or_too_long_is_named():

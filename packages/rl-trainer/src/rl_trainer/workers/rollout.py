@@ -109,7 +109,8 @@ class RolloutWorker(Worker):
             for prompt, row, seen in zip(prompts, rows, images, strict=True)
             for session in prompt.lease.sessions
         ]
-        given = [self._is_given(partition, ref) for ref in refs]
+        leases = [prompt.lease for prompt in prompts for _ in prompt.lease.sessions]
+        given = [self._is_given(partition, lease, ref) for lease, ref in zip(leases, refs, strict=True)]
         run = await run_sessions(
             self._session,
             [ref for ref, is_given in zip(refs, given, strict=True) if not is_given],
@@ -128,11 +129,12 @@ class RolloutWorker(Worker):
         settling.add_done_callback(self._settling.discard)
         return await asyncio.shield(settling)
 
-    def _is_given(self, partition: Partition, ref: SessionRef) -> bool:
-        """Whether the data gives the response: the last ones to a training prompt."""
+    def _is_given(self, partition: Partition, lease: Lease, ref: SessionRef) -> bool:
+        """Whether the data gives the response: the last ones of an attempt at a training prompt."""
         if self._demonstrations is None or partition.name != TRAIN_PARTITION:
             return False
-        return ref.session >= partition.n - self._demonstrations.given(ref.row.data_source, partition.n)
+        left = lease.sessions[-1] - ref.session
+        return left < self._demonstrations.given(ref.row.data_source, partition.n)
 
     def _given(self, partition: Partition, ref: SessionRef) -> list[Trajectory]:
         assert self._demonstrations is not None
@@ -240,7 +242,7 @@ class RolloutWorker(Worker):
             }
         )
         if self.columns.demonstration:
-            given = [[self._is_given(partition, ref)] * len(t.response_ids) for _, ref, t in named]
+            given = [[self._is_given(partition, lease, ref)] * len(t.response_ids) for lease, ref, t in named]
             data = data.union(BatchData({"demonstration": ragged(given, "bool")}))
         if self.columns.kept:
             data = data.union(_kept_columns([trajectory for *_, trajectory in named]))
