@@ -37,6 +37,7 @@ from rl_megatron_peft.backend.train.mini_batches import (
     MiniBatchCounts,
     add_sums,
     count_tokens,
+    forward_rows_of,
     micro_batches_of,
 )
 from rl_megatron_peft.backend.train.optimizer import Optimizer
@@ -156,7 +157,8 @@ class MegatronLearner(ABC, Generic[LossFn]):
         Raises:
             ConfigError: there are to be experts, and the model has none.
         """
-        micro_batches = micro_batches_of(batch, range(len(batch)), self.settings.forward_rows)
+        size = forward_rows_of(batch, self.settings.forward_rows)
+        micro_batches = micro_batches_of(batch, range(len(batch)), size)
         recorder, used = self._recorder() if experts else None, list[torch.Tensor]()
 
         def read_output(number: int, output: torch.Tensor) -> torch.Tensor:

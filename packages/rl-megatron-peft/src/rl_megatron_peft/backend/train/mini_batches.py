@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from rl_megatron_peft.backend.parallel import Ranks, all_gather_json
 from rl_protocol import BatchData
 
+FORWARD_TOKENS = 16384
+"""Most tokens of a pass without gradients, with padding, unless one row has more."""
+
 
 @dataclass(frozen=True, slots=True)
 class MiniBatchCounts:
@@ -30,6 +33,13 @@ def micro_batches_of(batch: BatchData, rows: Sequence[int], size: int) -> list[B
     """Divide the rows, in order, into parts of at most `size` (0: one part)."""
     size = size or max(len(rows), 1)
     return [batch.select_rows(list(rows[start : start + size])) for start in range(0, len(rows), size)]
+
+
+def forward_rows_of(batch: BatchData, most: int) -> int:
+    """Rows per pass without gradients: at most `most`, and as many as have FORWARD_TOKENS tokens
+    where each is padded to the longest; at least 1."""
+    lengths = batch.ragged("prompts").lengths + batch.ragged("responses").lengths
+    return max(1, min(most, FORWARD_TOKENS // int(lengths.max(initial=1))))
 
 
 def count_tokens(batch: BatchData, rows: Sequence[int], ranks: Ranks) -> MiniBatchCounts:

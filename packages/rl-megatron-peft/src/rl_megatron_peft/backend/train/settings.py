@@ -79,7 +79,8 @@ class TrainSettings:
         lr_schedule: number of an optimizer step, from 1 -> factor of the learning rate.
         mini_batches: rows of each optimizer step; None: one step over all rows.
         micro_batch_rows: rows per pass in updates; 0: the whole mini-batch.
-        forward_rows: rows per pass without gradients.
+        forward_rows: most rows per pass without gradients; fewer where they are long, see
+            `forward_rows_of`.
         seed: seed of new adapters and of dropout.
         dtype: dtype of the model and of computation. Adapters, a value head, and the optimizer's
             copy of trained weights are float32.
