@@ -62,7 +62,7 @@ class PublishingEngine(CheckpointEngine, Generic[P]):
         return weights
 
     def _forget_sender(self) -> None:
-        """Drop what belongs to the sender joined before; another follows."""
+        """Drop what belongs to the sender joined before: another follows, or the engine closes."""
 
     def _identity(self) -> bytes:
         """The sender's metadata for manifests."""
@@ -161,6 +161,7 @@ class PublishingEngine(CheckpointEngine, Generic[P]):
     # ---- end
 
     def close(self) -> None:
+        self._forget_sender()  # before the memory is freed, so that no peer can read it
         self._close_republisher()
         self._received = None
         self._sending.close()

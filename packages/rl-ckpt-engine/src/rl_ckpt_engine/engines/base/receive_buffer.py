@@ -154,7 +154,7 @@ class ReceiveBuffer:
 class Hold:
     """Marks a buffer as in use while it is referenced.
 
-    It is the `watch` of tensors in memory of the receiver's own, which nobody else overwrites.
+    The `watch` of tensors in the receiver's own memory, which only the receiver overwrites.
     """
 
     def __call__(self) -> None:

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Sequence
 from typing import Any, ClassVar
 
 from rl_ckpt_engine.config import CheckpointEngineConfig
 from rl_ckpt_engine.engines.base.publishing_engine import PublishingEngine
-from rl_ckpt_engine.engines.base.receive_buffer import Bucket
 from rl_ckpt_engine.engines.contract import Capabilities
-from rl_ckpt_engine.engines.network.remote_read import Bytes, RegisteredSlot, RemoteReads, address_of, check_members
+from rl_ckpt_engine.engines.network.remote_read import Bytes, ReadsRemotely, RegisteredSlot, RemoteReads, address_of
 from rl_ckpt_engine.payload.block_stream import Deadline
-from rl_ckpt_engine.payload.manifest import Manifest
 from rl_protocol.errors import ConfigError, WeightSyncError
 
 TRUSTED = "RL_CKPT_TRUSTED_NETWORK"
@@ -32,8 +29,8 @@ _RUNNING, _DONE = 0, 1
 class Transfer:
     """A running read.
 
-    It is started in a thread, because connecting may block, and polled until it ends. Its number
-    must not be used afterwards.
+    It is started in a thread, because connecting may block, and polled until it ends. After that
+    its number is no longer valid.
     """
 
     def __init__(self, asked: asyncio.Future[int]) -> None:
@@ -109,7 +106,7 @@ class MooncakeAgent:
             )
 
 
-class MooncakeEngine(PublishingEngine[RegisteredSlot[Transfer]]):
+class MooncakeEngine(ReadsRemotely[Transfer], PublishingEngine[RegisteredSlot[Transfer]]):
     """Remote reads through Mooncake.
 
     Args:
@@ -136,26 +133,6 @@ class MooncakeEngine(PublishingEngine[RegisteredSlot[Transfer]]):
                 "tcp, which has keys."
             )
         self._reads = RemoteReads(self.name, lambda: MooncakeAgent(self._config.listen), self._buffers.current)
-
-    def prepare(self) -> bytes:
-        return self._reads.member()
-
-    @classmethod
-    def _check_members(cls, sender: bytes, receivers: Sequence[bytes]) -> None:
-        check_members(cls.name, (sender, *receivers))
-
-    def _forget_sender(self) -> None:
-        self._reads.hang_up()
-
-    def _new_store(self) -> RegisteredSlot[Transfer]:
-        return self._reads.new_slot()
-
-    def _pull(self, manifest: Manifest, buckets: Sequence[Bucket], deadline: Deadline) -> AsyncGenerator[None]:
-        return self._reads.pull(manifest, buckets, deadline)
-
-    def close(self) -> None:
-        self._reads.hang_up()  # before the memory is freed, so no peer can read it
-        super().close()
 
 
 def _load() -> Any:

@@ -12,18 +12,17 @@ import contextlib
 import logging
 import os
 import secrets
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import Generator
 from importlib import import_module
 from inspect import isclass
 from typing import Any, ClassVar
 
 from rl_ckpt_engine.config import CheckpointEngineConfig
 from rl_ckpt_engine.engines.base.publishing_engine import PublishingEngine
-from rl_ckpt_engine.engines.base.receive_buffer import Bucket
 from rl_ckpt_engine.engines.contract import Capabilities
-from rl_ckpt_engine.engines.network.remote_read import Bytes, RegisteredSlot, RemoteReads, address_of, check_members
+from rl_ckpt_engine.engines.network.remote_read import Bytes, ReadsRemotely, RegisteredSlot, RemoteReads, address_of
 from rl_ckpt_engine.payload.block_stream import Deadline
-from rl_ckpt_engine.payload.manifest import DIGEST_BYTES, Manifest
+from rl_ckpt_engine.payload.manifest import DIGEST_BYTES
 from rl_protocol.errors import ConfigError, WeightSyncError
 
 DEVICES = "UCX_NET_DEVICES"
@@ -108,7 +107,7 @@ class NixlAgent:
             ) from error
 
 
-class NixlEngine(PublishingEngine[RegisteredSlot[Any]]):
+class NixlEngine(ReadsRemotely[Any], PublishingEngine[RegisteredSlot[Any]]):
     """Remote reads through NIXL.
 
     Raises:
@@ -125,26 +124,6 @@ class NixlEngine(PublishingEngine[RegisteredSlot[Any]]):
         super().__init__(config)
         _load()
         self._reads = RemoteReads(self.name, NixlAgent, self._buffers.current)
-
-    def prepare(self) -> bytes:
-        return self._reads.member()
-
-    @classmethod
-    def _check_members(cls, sender: bytes, receivers: Sequence[bytes]) -> None:
-        check_members(cls.name, (sender, *receivers))
-
-    def _forget_sender(self) -> None:
-        self._reads.hang_up()
-
-    def _new_store(self) -> RegisteredSlot[Any]:
-        return self._reads.new_slot()
-
-    def _pull(self, manifest: Manifest, buckets: Sequence[Bucket], deadline: Deadline) -> AsyncGenerator[None]:
-        return self._reads.pull(manifest, buckets, deadline)
-
-    def close(self) -> None:
-        self._reads.hang_up()  # before the memory is freed, so no peer can read it
-        super().close()
 
 
 def _load() -> tuple[Any, tuple[type[Exception], ...]]:

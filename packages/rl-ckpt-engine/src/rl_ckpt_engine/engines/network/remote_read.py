@@ -9,8 +9,8 @@ the last one.
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from typing import Generic, Protocol, TypeVar
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -186,14 +186,28 @@ class RemoteReads(Generic[T]):
             self._agent = None
 
 
-def check_members(engine: str, members: Iterable[bytes]) -> None:
-    """Check the metadata of members of an engine.
+class ReadsRemotely(Generic[T]):
+    """Mixin of engines whose connections are a RemoteReads, which they create."""
 
-    Raises:
-        WeightSyncError: they can't be decoded.
-    """
-    for member in members:
-        decode_struct(_member_decoder, member, f"metadata of an engine {engine!r}")
+    name: ClassVar[str]
+    _reads: RemoteReads[T]
+
+    def prepare(self) -> bytes:
+        return self._reads.member()
+
+    @classmethod
+    def _check_members(cls, sender: bytes, receivers: Sequence[bytes]) -> None:
+        for member in (sender, *receivers):
+            decode_struct(_member_decoder, member, f"metadata of an engine {cls.name!r}")
+
+    def _forget_sender(self) -> None:
+        self._reads.hang_up()
+
+    def _new_store(self) -> RegisteredSlot[T]:
+        return self._reads.new_slot()
+
+    def _pull(self, manifest: Manifest, buckets: Sequence[Bucket], deadline: Deadline) -> AsyncGenerator[None]:
+        return self._reads.pull(manifest, buckets, deadline)
 
 
 def address_of(memory: Bytes) -> int:

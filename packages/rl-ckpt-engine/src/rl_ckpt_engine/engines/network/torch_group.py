@@ -67,7 +67,7 @@ class TorchGroupEngine(CheckpointEngine):
     # ---- group
 
     def prepare(self) -> bytes:
-        """This member's metadata; they change after each `init_process_group`."""
+        """This member's metadata, which change after each `init_process_group`."""
         return self._group.member()
 
     @classmethod

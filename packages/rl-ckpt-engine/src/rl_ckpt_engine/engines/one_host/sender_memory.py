@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 import numpy as np
@@ -34,38 +35,6 @@ class ShmMember(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 _member_decoder = msgspec.msgpack.Decoder(ShmMember)
 _placement_decoder = msgspec.msgpack.Decoder(SlotPlacement)
-
-
-def this_member() -> bytes:
-    """The metadata of this process."""
-    return msgspec.msgpack.encode(ShmMember(host=this_host(), pid=os.getpid()))
-
-
-def check_members(engine: str, sender: bytes, receivers: Sequence[bytes]) -> None:
-    """Check that all members are on the sender's host.
-
-    Raises:
-        WeightSyncError: one is not, or its metadata can't be decoded.
-    """
-    mine = _member(sender)
-    for metadata in receivers:
-        receiver = _member(metadata)
-        if receiver.host != mine.host:
-            raise WeightSyncError(
-                f"Engine {engine!r} works within one host and container; sender process {mine.pid} is on {mine.host}, receiver process "
-                f"{receiver.pid} on {receiver.host}. Place them together or set another CheckpointEngineConfig.backend."
-            )
-
-
-def room_for(sending: VersionSender[SealedSlot], layout: Sequence[TensorSpec]) -> list[npt.NDArray[np.uint8]]:
-    """See `CheckpointEngine.room`."""
-    sending.versions.require_idle("There is no memory for another version")
-    if not sending.free:
-        sending.free.append(SealedSlot())
-    try:
-        return sending.free[-1].room([spec.nbytes for spec in layout])  # send_weights takes the last one
-    except OSError as error:
-        raise WeightSyncError(f"There is no memory for {len(layout)} tensors: {error}.") from error
 
 
 class SenderMemory:
@@ -117,6 +86,45 @@ class SenderMemory:
         if mapping is None or mapping.inode != inode or mapping.nbytes < manifest.payload_nbytes:
             mapping = self._mappings[placement.fd] = Mapping(path, placement.inode, manifest.payload_nbytes)
         return mapping
+
+
+class MapsSender:
+    """Mixin of engines whose receivers map the sender's slots in a SenderMemory, which they
+    create."""
+
+    name: ClassVar[str]
+    _sending: VersionSender[SealedSlot]
+    _memory: SenderMemory
+
+    def prepare(self) -> bytes:
+        return msgspec.msgpack.encode(ShmMember(host=this_host(), pid=os.getpid()))
+
+    @classmethod
+    def _check_members(cls, sender: bytes, receivers: Sequence[bytes]) -> None:
+        mine = _member(sender)
+        for metadata in receivers:
+            receiver = _member(metadata)
+            if receiver.host != mine.host:
+                raise WeightSyncError(
+                    f"Engine {cls.name!r} works within one host and container; sender process {mine.pid} is on {mine.host}, receiver process "
+                    f"{receiver.pid} on {receiver.host}. Place them together or set another CheckpointEngineConfig.backend."
+                )
+
+    def _forget_sender(self) -> None:
+        self._memory.clear()
+
+    def _new_store(self) -> SealedSlot:
+        return SealedSlot()
+
+    def room(self, layout: Sequence[TensorSpec]) -> list[npt.NDArray[np.uint8]]:
+        sending = self._sending
+        sending.versions.require_idle("There is no memory for another version")
+        if not sending.free:
+            sending.free.append(SealedSlot())
+        try:
+            return sending.free[-1].room([spec.nbytes for spec in layout])  # send_weights takes the last one
+        except OSError as error:
+            raise WeightSyncError(f"There is no memory for {len(layout)} tensors: {error}.") from error
 
 
 def _check_header(mapping: Mapping, manifest: Manifest) -> None:
