@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from relative import apart
 
 from rl_app_ppo.config.loading import from_yaml
 
@@ -101,7 +102,7 @@ def test_lora_trains_an_adapter_and_needs_no_reference_process(app, base_model, 
     # rank 4 of the demo model's two layers in float32: q, k, v and o are 128 x 128, gate and up
     # 256 x 128, down 128 x 256
     assert {m["weight_sync/bytes"] for m in trained} == {4 * 4 * 2 * (4 * (128 + 128) + 3 * (128 + 256))}
-    assert trained[0]["actor/ref_kl"] == pytest.approx(0, abs=1e-6)
+    assert apart(trained[0]["actor/ref_kl"], 0.0, trained[0]["actor/entropy"]) < 1e-6
     assert trained[-1]["actor/ref_kl"] > 1e-4
     assert max(m["perf/driver_bytes"] for m in trained) < 256 * KIB
     logs = {path.name for path in (done.folder / "logs").iterdir()}
@@ -130,8 +131,9 @@ def test_megatron_trains_all_weights_beside_a_reference_and_a_critic(app, base_m
     first, second = done.metrics[1:]
     assert [m["weight_sync/version"] for m in (first, second)] == [1, 2]
     assert max(m["training/rollout_log_probs_diff_max"] for m in (first, second)) < 1e-4
-    assert first["actor/ref_kl"] == pytest.approx(0, abs=1e-6)
-    assert abs(second["actor/ref_kl"]) > 1e-6  # the estimate from sampled tokens has either sign
+    assert apart(first["actor/ref_kl"], 0.0, first["actor/entropy"]) < 1e-6
+    # the estimate from sampled tokens has either sign
+    assert apart(second["actor/ref_kl"], 0.0, first["actor/entropy"]) > 1e-6
     assert first["critic/vpred_mean"] == 0
     assert second["critic/vpred_mean"] != 0
     assert first["critic/vf_loss"] > 0

@@ -19,6 +19,7 @@ import numpy as np
 import psutil
 import pytest
 from app_runs import MARK, PATIENT, command, marked, nothing_left
+from relative import apart
 from safetensors.numpy import load_file
 
 from rl_trainer.checkpoints.checkpoint_folder import Checkpoint, inspect, newest_whole, step_name
@@ -138,8 +139,10 @@ def test_one_rank_resumes_from_two_and_learns_the_same(runs):
     assert not (runs.root / "alone" / "logs" / "actor-1.log").exists()
     one, two = (steps_of(runs.root / name)[-1] for name in ("alone", "straight"))
     assert one["step"] == two["step"] == runs.total
-    for name in ("critic/score/mean", "actor/pg_loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm"):
-        assert one[name] == pytest.approx(two[name], abs=1e-4), name
+    assert one["critic/score/mean"] == pytest.approx(two["critic/score/mean"])
+    assert apart(one["actor/pg_loss"], two["actor/pg_loss"], two["critic/advantages/max"]) < 1e-4
+    for name in ("actor/grad_norm", "critic/vf_loss", "critic/grad_norm"):
+        assert apart(one[name], two[name]) < 1e-4, name
     weights = [load_file(runs.root / name / "checkpoint" / "model.safetensors") for name in ("alone", "straight")]
     assert weights[0].keys() == weights[1].keys()
     for name, value in weights[1].items():
