@@ -41,6 +41,17 @@ def test_a_session_ends_once_with_its_process_or_after_its_time(child: subproces
     assert (ended, len(absent), reactor.watched) == ([ONE, TWO], 0, {})
 
 
+def test_one_of_another_host_ends_after_its_time_alone() -> None:
+    reactor, ended = FakeReactor(), list[bytes]()
+    absent = AbsentSessions(reactor, 5.0, ended.append)  # type: ignore[arg-type]
+    for session in (ONE, TWO):
+        absent.wait_for(session, None)
+    assert (len(absent), ended, reactor.watched) == (2, [], {})
+    absent.came_back(TWO)
+    reactor.timers[0][1]()
+    assert (len(absent), ended, reactor.timers[1][2].cancelled) == (0, [ONE], True)
+
+
 def test_one_whose_process_has_ended_is_not_waited_for(child: subprocess.Popen[bytes]) -> None:
     reactor, ended = FakeReactor(), list[bytes]()
     process = identify(child.pid)
@@ -78,6 +89,10 @@ def test_only_sessions_with_rows_on_their_way_are_awaited(tmp_path: Path) -> Non
     assert rows.awaited() == {ONE: this_process()}
     assert (rows.unconfirmed(ONE), rows.unconfirmed(TWO)) == ([8], [])
     assert [its.generations.tolist() for its in rows.of(ONE, 8)] == [[3]]
+    rows.open_session(TWO, None)
+    rows.take(Consumed("p", "t", np.array([5])), TWO, 2)
+    assert rows.awaited() == {ONE: this_process(), TWO: None}
+    rows.confirm(TWO, [2])
     rows.end_session(ONE, gone=False)
     assert (rows.awaited(), rows.has_ended(ONE), rows.has_ended(TWO)) == ({}, True, False)
     rows.end_session(TWO, gone=True)

@@ -29,12 +29,14 @@ MOST = (1_000_000, 1_000_000, 60)
 """Rows of each writer at most: all large ones fit into memory."""
 
 
-def config(folder: Path, durability: str = "commit") -> TransferQueueConfig:
-    return TransferQueueConfig(capacity_mb=64, segment_mb=1, durability=durability, journal_dir=str(folder / "journal"))
+def config(folder: Path, *, far: bool = False) -> TransferQueueConfig:
+    """`far`: clients use the network, as those of other hosts."""
+    made = TransferQueueConfig(capacity_mb=64, segment_mb=1, durability="commit", journal_dir=str(folder / "journal"))
+    return replace(made, listen="127.0.0.1", shared_memory=False) if far else made
 
 
-def start(folder: Path) -> LocalPlane:
-    return start_local_plane(config(folder), start_timeout_s=START_S, successor_s=600.0)
+def start(folder: Path, *, far: bool = False) -> LocalPlane:
+    return start_local_plane(config(folder, far=far), start_timeout_s=START_S, successor_s=600.0)
 
 
 def numbers(*values: int) -> BatchData:
@@ -46,7 +48,8 @@ async def restart(plane: LocalPlane) -> None:
     await asyncio.to_thread(plane.restart_controller, start_timeout_s=START_S)
 
 
-def test_a_client_continues_with_the_successor(tmp_path: Path) -> None:
+@pytest.mark.parametrize("far", [False, True])
+def test_a_client_continues_with_the_successor(tmp_path: Path, far: bool) -> None:
     async def main(plane: LocalPlane) -> None:
         async with await connect(plane.descriptor) as client:
             rows = await client.put("p", ["a", "b", "c"], numbers(1, 2, 3), tags=[{"n": 1}, {"n": 2}, {"n": 3}])
@@ -75,7 +78,7 @@ def test_a_client_continues_with_the_successor(tmp_path: Path) -> None:
             async with await connect(plane.descriptor) as other:
                 assert (await other.get(rows)).dense("x").values.tolist() == [100, 2, 3]
 
-    with start(tmp_path) as plane:
+    with start(tmp_path, far=far) as plane:
         asyncio.run(main(plane))
 
 
@@ -117,9 +120,9 @@ class Load:
                 continue
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_controllers_killed_under_load_lose_no_row_and_serve_none_twice(tmp_path: Path, seed: int) -> None:
-    rng = random.Random(seed)
+@pytest.mark.parametrize("far", [False, True])
+def test_controllers_killed_under_load_lose_no_row_and_serve_none_twice(tmp_path: Path, far: bool) -> None:
+    rng = random.Random(far)
 
     async def main(plane: LocalPlane) -> None:
         load = Load()
@@ -160,7 +163,7 @@ def test_controllers_killed_under_load_lose_no_row_and_serve_none_twice(tmp_path
         for client in clients:
             await client.close()
 
-    with start(tmp_path) as plane:
+    with start(tmp_path, far=far) as plane:
         asyncio.run(main(plane))
 
 
@@ -252,7 +255,8 @@ async def claims(claimer: Claimer, count: int) -> bool:
     return len(claimer.lines) >= count
 
 
-def test_a_client_that_comes_back_too_late_is_refused(tmp_path: Path, claimers: list[Claimer]) -> None:
+@pytest.mark.parametrize("far", [False, True])
+def test_a_client_that_comes_back_too_late_is_refused(tmp_path: Path, claimers: list[Claimer], far: bool) -> None:
     async def main(plane: LocalPlane) -> None:
         async with await connect(plane.descriptor) as client:
             await client.put("p", ["a"], numbers(1))
@@ -270,7 +274,7 @@ def test_a_client_that_comes_back_too_late_is_refused(tmp_path: Path, claimers: 
         claimer.process.wait(60)
         assert "did not come back in time (start_local_plane(successor_s))" in claimer.file.read_text()
 
-    with start_local_plane(config(tmp_path), start_timeout_s=START_S, successor_s=1.0) as plane:
+    with start_local_plane(config(tmp_path, far=far), start_timeout_s=START_S, successor_s=1.0) as plane:
         asyncio.run(main(plane))
 
 
@@ -385,7 +389,8 @@ async def has(client: Client, key: str) -> bool:
     return key in (await client.list_rows("p")).keys
 
 
-def test_another_incarnation_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("far", [False, True])
+def test_another_incarnation_is_refused(tmp_path: Path, far: bool) -> None:
     async def main(plane: LocalPlane) -> None:
         async with await connect(plane.descriptor) as client:
             with pytest.raises(WireError, match=r"incarnation 1 .*asks for 2"):
@@ -398,11 +403,12 @@ def test_another_incarnation_is_refused(tmp_path: Path) -> None:
                 await other.put("p", ["a"], numbers(1))
             assert (await client.list_rows("p")).keys == ("a",)
 
-    with start(tmp_path) as plane:
+    with start(tmp_path, far=far) as plane:
         asyncio.run(main(plane))
 
 
-def test_calls_fail_when_there_is_no_successor(tmp_path: Path) -> None:
+@pytest.mark.parametrize("far", [False, True])
+def test_calls_fail_when_there_is_no_successor(tmp_path: Path, far: bool) -> None:
     async def main(plane: LocalPlane, match: str, end: Callable[[], None]) -> None:
         async with await connect(plane.descriptor) as client:
             waiting = asyncio.create_task(client.wait_ready("p", count=1, timeout_s=60))
@@ -412,11 +418,18 @@ def test_calls_fail_when_there_is_no_successor(tmp_path: Path) -> None:
                 with pytest.raises(PlaneLostError, match=match):
                     await call
 
-    with start_local_plane(config(tmp_path), successor_s=0.1) as plane:
+    with start_local_plane(config(tmp_path, far=far), successor_s=0.1) as plane:
         asyncio.run(main(plane, "no successor was there within 0.1 s", lambda: os.kill(plane.pids[0], signal.SIGKILL)))
-    with start(tmp_path) as plane:
+    with start(tmp_path, far=far) as plane:
         asyncio.run(main(plane, "has ended", plane.close))
-    with start_local_plane(config(tmp_path)) as plane:
+    with start(tmp_path, far=far) as plane:
+
+        def abandon() -> None:
+            os.kill(plane.pids[0], signal.SIGKILL)
+            plane.abandon_controller()
+
+        asyncio.run(main(plane, "has ended", abandon))
+    with start_local_plane(config(tmp_path, far=far)) as plane:
         asyncio.run(main(plane, "has ended", lambda: os.kill(plane.pids[0], signal.SIGKILL)))
         with pytest.raises(ConfigError, match="successor_s"):
             plane.restart_controller()
@@ -425,7 +438,5 @@ def test_calls_fail_when_there_is_no_successor(tmp_path: Path) -> None:
 def test_planes_whose_controller_can_have_no_successor_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"TransferQueueConfig\.durability"):
         start_local_plane(TransferQueueConfig(), successor_s=1.0)
-    with pytest.raises(ConfigError, match=r"TransferQueueConfig\.listen"):
-        start_local_plane(replace(config(tmp_path), listen="127.0.0.1"), successor_s=1.0)
     with pytest.raises(ConfigError, match="at least 0"):
         start_local_plane(config(tmp_path), successor_s=-1.0)

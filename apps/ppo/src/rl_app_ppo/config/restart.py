@@ -16,7 +16,7 @@ class RestartConfig(Options):
 
     max_per_hour: int = option(
         6,
-        "most new processes within an hour of each rollout worker, and of the controller of a data plane with a journal on one host; and most "
+        "most new processes within an hour of each rollout worker, and of the controller of a data plane with a journal; and most "
         "restarts of the run after the death of any other process, or of a connection between ranks; then the run fails. 0: it fails at the "
         "first death",
         ge=0,

@@ -39,7 +39,7 @@ class Plane(Protocol):
         ...
 
     def abandon_controller(self) -> None:
-        """No client waits for a successor any more."""
+        """Start no successor of the controller: calls of clients fail."""
         ...
 
 
@@ -47,10 +47,10 @@ def successor_s(settings: TransferQueueConfig, policy: RestartPolicy | None) -> 
     """Seconds that clients wait for a new controller; 0: there will be none.
 
     Args:
-        settings: of the data plane. It needs a journal, and clients on this host alone.
+        settings: of the data plane. It needs a journal.
         policy: counts restarts; None: no process is replaced.
     """
-    can = settings.durability != "off" and settings.backend == "simple" and not settings.listen
+    can = settings.durability != "off" and settings.backend == "simple"
     return LONGEST_WAIT_S + 2 * _START_S if can and policy is not None and policy.allows_any else 0.0
 
 
@@ -87,7 +87,8 @@ async def _watch(
     while True:
         pid = plane.pids[0]
         how = await _ended(pid)
-        lost = f"{CONTROLLER} (process {pid}) {hung.end_of(pid) or how}"
+        name = servers.get(pid, CONTROLLER)
+        lost = f"{name} (process {pid}) {hung.end_of(pid) or how}"
         try:
             restart = policy.next("the data plane's controller")
             logger.warning("%s", lost)
@@ -100,7 +101,7 @@ async def _watch(
             plane.abandon_controller()
             return
         servers.pop(pid, None)
-        servers[plane.pids[0]] = CONTROLLER
+        servers[plane.pids[0]] = name
         say(f"data plane: the new controller (process {plane.pids[0]}) serves, with the rows of the journal")
 
 

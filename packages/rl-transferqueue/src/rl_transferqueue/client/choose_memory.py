@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -11,6 +12,8 @@ from rl_transferqueue.backends import BUILT_IN
 from rl_transferqueue.client.backend_memory import BackendMemory
 from rl_transferqueue.client.memory_interface import OnMoved, PlaneMemory
 from rl_transferqueue.client.other_host_memory import HostsMemory, RemoteMemory
+from rl_transferqueue.client.retries.ask_for_successor import ask_for_successor
+from rl_transferqueue.client.retries.find_successor import find_successor
 from rl_transferqueue.client.same_host_memory import LocalMemory
 from rl_transferqueue.transport.bulk_client import BulkConnection, dial
 from rl_transferqueue.transport.plane_secret import PlaneKey, load_key
@@ -58,7 +61,7 @@ class Route:
         controller = self.descriptor.controller
         if self.here:
             return connect_unix(controller.address, self.session, "controller")
-        return ZmqLink(controller.control, self.session, self.key)
+        return ZmqLink(controller.control, self.session, self.key, controller.incarnation)
 
     async def lifeline(self, server: Server, name: str, timeout_s: float) -> int:
         """A file descriptor that becomes readable when the process ends; the caller closes it.
@@ -81,8 +84,20 @@ class Route:
             dialing.add_done_callback(_close_connection)
             raise
 
-    def memory(self, on_moved: OnMoved) -> PlaneMemory:
-        """The memory of the units."""
+    async def find_successor(self, deadline: float, still_runs: Callable[[], bool] = lambda: False) -> PlaneDescriptor:
+        """The descriptor with a later controller, once it is there: in a file of the controller's
+        host, or asked for at its address.
+
+        Raises:
+            PlaneLostError: see `rl_transferqueue.client.retries.find_successor.find_successor`.
+        """
+        if self.here:
+            return await find_successor(self.descriptor, deadline, still_runs)
+        return await ask_for_successor(self.descriptor, self.key, deadline)
+
+    def memory(self, on_moved: OnMoved, on_replaced: Callable[[], object]) -> PlaneMemory:
+        """The memory of the units; `on_replaced` is called when one of another host says that the
+        controller has a successor."""
         if self.descriptor.backend not in BUILT_IN:
             return BackendMemory(self.descriptor)
         near = self._near()
@@ -90,7 +105,8 @@ class Route:
         local = LocalMemory(near, on_moved)
         if not far:
             return local
-        remote = RemoteMemory(far, self.key, self.session, on_moved)
+        incarnation = self.descriptor.controller.incarnation
+        remote = RemoteMemory(far, self.key, self.session, on_moved, incarnation, on_replaced)
         return HostsMemory(local, remote) if near else remote
 
     def _near(self) -> dict[int, UnitAddress]:

@@ -16,12 +16,12 @@ import numpy as np
 from rl_protocol.batch.batch_data import BatchData
 from rl_protocol.batch.kv_batch_meta import KVBatchMeta, LazyRows, Scalar, Tag, check_where
 from rl_protocol.batch.schema import ColumnSpec
-from rl_protocol.errors import BatchError, DuplicateKeyError, PlaneLostError, PlaneTimeout, RLError
+from rl_protocol.errors import BatchError, ConfigError, DuplicateKeyError, PlaneLostError, PlaneTimeout, RLError
 from rl_protocol.ports import DataPlane, PlaneStats, RowChanges, RowFlags, RowHosts, Traffic
 from rl_protocol.support.host_identity import this_host
 from rl_protocol.wire.draft import Draft
 from rl_transferqueue.backends import BUILT_IN
-from rl_transferqueue.client.choose_memory import route
+from rl_transferqueue.client.choose_memory import Route, route
 from rl_transferqueue.client.copied_columns import CopiedColumns
 from rl_transferqueue.client.deadline import SERVER_GRACE_S, deadline_after, seconds_until
 from rl_transferqueue.client.leases import Leases
@@ -29,7 +29,6 @@ from rl_transferqueue.client.location_cache import LocationCache
 from rl_transferqueue.client.reader import Reader
 from rl_transferqueue.client.reservation import Reservation
 from rl_transferqueue.client.retries.controller_replaced import ControllerReplaced
-from rl_transferqueue.client.retries.find_successor import find_successor
 from rl_transferqueue.client.retries.put_timeout import PutTimeout
 from rl_transferqueue.client.server_watch import CONTROLLER, ServerWatch
 from rl_transferqueue.client.writer import Writer
@@ -76,6 +75,8 @@ from rl_transferqueue.wire.spans import most_spare
 from rl_transferqueue.wire.tags import to_columns, to_rows
 
 _NO_LIMIT_S = 1e9
+_OTHER_PROCESS_S = 3.0
+"""Seconds to ask for the controller at an address whose process is another one than expected."""
 _JOIN_S = 60.0
 """Seconds that the controller has to connect to the units of another host."""
 
@@ -91,10 +92,29 @@ async def connect(descriptor: PlaneDescriptor, *, timeout_s: float = 10.0) -> Cl
     while True:
         try:
             return await _connect(descriptor, seconds_until(deadline))
-        except PlaneLostError:
+        except (PlaneLostError, ConfigError) as error:
             if not descriptor.successor_s:
                 raise
-            descriptor = await find_successor(descriptor, deadline)
+            descriptor = await _find_later(descriptor, deadline, error)
+
+
+async def _find_later(
+    descriptor: PlaneDescriptor, deadline: float, error: PlaneLostError | ConfigError
+) -> PlaneDescriptor:
+    """The successor of a controller that can't be connected to.
+
+    On another host this may be the error of a wrong key, or of a descriptor with an earlier
+    controller of the same address, which only the controller can tell apart.
+    """
+    plane = route(descriptor, b"")
+    if isinstance(error, PlaneLostError):
+        return await plane.find_successor(deadline)
+    if plane.here:
+        raise error
+    try:
+        return await plane.find_successor(min(deadline, deadline_after(_OTHER_PROCESS_S)))
+    except PlaneLostError:
+        raise error from None
 
 
 async def _connect(descriptor: PlaneDescriptor, timeout_s: float) -> Client:
@@ -126,7 +146,7 @@ class Client(DataPlane):
         loop = asyncio.get_running_loop()
         session = self._session = b"\x01" + os.urandom(7)
         self._route = route(descriptor, session)
-        self._memory = self._route.memory(lambda nbytes: self._controller.moved(nbytes))
+        self._memory = self._route.memory(lambda nbytes: self._controller.moved(nbytes), self._await_successor)
         self._controller = ControlClient(
             loop, self._route.connect(), CONTROLLER, on_notice=self._notice, on_closed=self._await_successor
         )
@@ -384,10 +404,13 @@ class Client(DataPlane):
         if unit is not None:
             self._writer.lose_unit(unit)
         elif self._await_successor():
+            self._controller.end_resume(f"The {name} of the data plane has ended, too.")
             return
         if not (self._servers.any_unit_runs if self._search is not None else self._servers.plane_runs):
             self._controller.lose(f"The {name} of the data plane has ended{self._route.or_else}; the data is lost.")
             self._memory.close()
+            if self._search is not None:
+                self._search.cancel()
 
     # -- the successor of a controller
     def _await_successor(self) -> bool:
@@ -403,42 +426,50 @@ class Client(DataPlane):
 
     async def _join_successor(self) -> None:
         deadline = deadline_after(self._descriptor.successor_s)
+        plane = self._route
         try:
             while True:
-                found = await find_successor(self._descriptor, deadline, lambda: self._servers.runs(CONTROLLER))
+                found = await plane.find_successor(deadline, lambda: self._servers.runs(CONTROLLER))
+                plane = route(found, self._session)
                 try:
-                    await self._resume(found, deadline)
+                    await self._resume(plane, deadline)
                     break
                 except (PlaneLostError, PlaneTimeout):  # it has ended, too
-                    self._descriptor = found
+                    continue
+                except ConfigError:
+                    if plane.here:
+                        raise
+                    continue  # another process is at its address
         except RLError as error:
             self._controller.lose(error.message)
             self._memory.close()
         finally:
             self._search = None
 
-    async def _resume(self, found: PlaneDescriptor, deadline: float) -> None:
+    async def _resume(self, plane: Route, deadline: float) -> None:
         """Continue the session at a successor."""
-        plane = route(found, self._session)
-        lifeline = await plane.lifeline(found.controller, CONTROLLER, seconds_until(deadline))
+        found = plane.descriptor.controller
+        lifeline = await plane.lifeline(found, CONTROLLER, seconds_until(deadline))
+        self._servers.forget(CONTROLLER)
+        self._servers.add(CONTROLLER, lifeline)
         try:
-            epochs = EpochView(found.controller)
+            cache = LocationCache(EpochView(found)) if plane.here else None
 
             def resume(unanswered: tuple[int, ...]) -> Resume:
-                return Resume(found.controller.incarnation, this_process(), this_host(), unanswered)
+                process = this_process() if plane.maps_memory else None
+                return Resume(found.incarnation, process, this_host(), unanswered)
 
             answer = await self._controller.resume(plane.connect(), resume, Resumed, seconds_until(deadline))
         except BaseException:
-            os.close(lifeline)
+            self._servers.forget(CONTROLLER)
             raise
-        self._servers.forget(CONTROLLER)
-        self._servers.add(CONTROLLER, lifeline)
         self._memory.close()
-        self._descriptor, self._route = found, plane
-        self._memory = plane.memory(self._controller.moved)
+        self._descriptor, self._route = plane.descriptor, plane
+        self._memory = plane.memory(self._controller.moved, self._await_successor)
         self._writer.use_memory(self._memory)
         self._reader.use_memory(self._memory)
-        self._reader.use_cache(LocationCache(epochs))
+        if cache is not None:
+            self._reader.use_cache(cache)
         made = dict(answer.made)
 
         def outcome(call: Call) -> Answer | RLError | None:

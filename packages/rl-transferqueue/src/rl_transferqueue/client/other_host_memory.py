@@ -19,12 +19,13 @@ from rl_protocol.batch.columns import AnyArray
 from rl_protocol.errors import PlaneLostError
 from rl_protocol.wire import Header, decode, encode
 from rl_transferqueue.client.memory_interface import OnMoved, PlaneMemory, copying
+from rl_transferqueue.client.retries.controller_replaced import ControllerReplaced
 from rl_transferqueue.client.same_host_memory import LocalMemory
 from rl_transferqueue.memory.anchors import Anchor
 from rl_transferqueue.memory.build_batch import Groups, Piece, assemble
 from rl_transferqueue.memory.receive_pool import ReceivePool
 from rl_transferqueue.transport.addresses import split_endpoint
-from rl_transferqueue.transport.bulk_client import BulkConnection, dial
+from rl_transferqueue.transport.bulk_client import BulkConnection, IncarnationEnded, dial
 from rl_transferqueue.transport.bulk_protocol import (
     HANDSHAKE_S,
     ReadRows,
@@ -75,14 +76,26 @@ class RemoteMemory(PlaneMemory):
         key: that of the plane.
         session: this client's.
         on_moved: is called with the bytes of each put and get.
+        incarnation: of the controller that gives the places of blocks.
+        on_replaced: is called when a unit says that this controller has a successor.
     """
 
-    def __init__(self, units: Mapping[int, UnitAddress], key: PlaneKey, session: bytes, on_moved: OnMoved) -> None:
+    def __init__(
+        self,
+        units: Mapping[int, UnitAddress],
+        key: PlaneKey,
+        session: bytes,
+        on_moved: OnMoved,
+        incarnation: int = 1,
+        on_replaced: Callable[[], object] = lambda: None,
+    ) -> None:
         self._units = units
         self._links = {unit: _link(address) for unit, address in units.items()}
         self._on_moved = on_moved
         self._key = key
         self._session = session
+        self._incarnation = incarnation
+        self._on_replaced = on_replaced
         self._buffers = ReceivePool()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="rl-transferqueue-bulk")
         self._lock = threading.Lock()
@@ -106,7 +119,7 @@ class RemoteMemory(PlaneMemory):
         await self.write(span, header, batch, timeout_s)
 
     async def write(self, span: Span, header: Header, data: BatchData, timeout_s: float) -> None:
-        begin = frame(WriteBlock(span.offset, header.payload, self._abandoned))
+        begin = frame(WriteBlock(span.offset, header.payload, self._abandoned, self._incarnation))
 
         def send(connection: BulkConnection) -> None:
             payload = encode(data)[1:]  # all but the header
@@ -191,6 +204,10 @@ class RemoteMemory(PlaneMemory):
         done = asyncio.get_running_loop().run_in_executor(self._threads, work, transfer)
         try:
             return await asyncio.shield(done)
+        except IncarnationEnded as error:
+            if not self._closed:
+                self._on_replaced()
+            raise ControllerReplaced(error.message) from error
         except asyncio.CancelledError:
             transfer.end()
             await asyncio.wait((done,))
@@ -230,7 +247,7 @@ class RemoteMemory(PlaneMemory):
         wanted = tuple(
             WantedPiece(p.span.offset, headers.setdefault(p.header, len(headers)), p.fields, _rows(p)) for p in pieces
         )
-        connection.send([frame(ReadRows(tuple(headers), wanted))])
+        connection.send([frame(ReadRows(tuple(headers), wanted, self._incarnation))])
         sizes = connection.expect(Sending).sizes
         memory = self._buffers.take(sum(sizes))
         connection.receive(memory)

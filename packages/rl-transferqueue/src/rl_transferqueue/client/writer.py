@@ -161,6 +161,7 @@ class Writer:
         batch = draft.batch()
         nbytes = batch.nbytes
         try:
+            self._check_era(draft.era)
             with self._writes:
                 await self._memory.finish(draft.span, draft.header, batch, seconds_until(deadline))
             block = (draft.span, msgspec.msgpack.encode(draft.header), nbytes)
@@ -183,8 +184,7 @@ class Writer:
         if era is None:
             era = self._controller.era
         if block is not None:
-            if era != self._controller.era:
-                raise ControllerReplaced("The controller has ended during a put, which begins again.")
+            self._check_era(era)
             span, header, nbytes = block
             spare = self._reservation.request(span.nbytes)
             request = msgspec.structs.replace(request, block=span, header=header, spare=spare)
@@ -201,6 +201,11 @@ class Writer:
             self._add_reserve(done.spare if era == self._controller.era else None)
         self.bytes_written += nbytes
         return unpack_tuple(done.generations, len(request.keys))
+
+    def _check_era(self, era: int) -> None:
+        """Raise ControllerReplaced if memory of that era is not to be used any more."""
+        if era != self._controller.era:
+            raise ControllerReplaced("The controller has ended during a put, which begins again.")
 
     async def _recall(self, late: PutTimeout, deadline: float) -> bytes | None:
         """The packed generations of a put that was not answered in time; None: it was not made."""

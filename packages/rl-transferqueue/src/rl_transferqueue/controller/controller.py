@@ -7,7 +7,7 @@ from functools import partial
 from mmap import mmap
 from pathlib import Path
 
-from rl_protocol.errors import BatchError
+from rl_protocol.errors import BatchError, WireError
 from rl_protocol.support.host_identity import this_host
 from rl_transferqueue.controller.block_cleanup import BlockCleanup
 from rl_transferqueue.controller.durable.absent_sessions import AbsentSessions
@@ -30,11 +30,14 @@ from rl_transferqueue.transport.bulk_server import BulkServer
 from rl_transferqueue.transport.control_server import Caller, Handler, Server
 from rl_transferqueue.transport.event_loop import Reactor
 from rl_transferqueue.transport.plane_secret import PlaneKey
+from rl_transferqueue.wire.descriptor import PlaneDescriptor
 from rl_transferqueue.wire.messages import (
     Answer,
     ArenaMemory,
     DescribeMemory,
     Done,
+    FindController,
+    FoundController,
     GetMetrics,
     GetStats,
     JoinUnits,
@@ -60,6 +63,8 @@ class Controller:
         incarnation: counts the controllers of this plane from 1; those after the first continue the
             sessions of the one before.
         consumed: file of the consumed rows, for a successor; None: there will be none.
+        descriptor: file of the plane's descriptor, which clients of other hosts ask for when they
+            look for a successor; None: there will be none.
         successor_s: seconds that clients have to come back to a successor.
 
     Raises:
@@ -80,6 +85,7 @@ class Controller:
         verify: bool = False,
         incarnation: int = 1,
         consumed: Path | None = None,
+        descriptor: Path | None = None,
         successor_s: float = 0.0,
     ) -> None:
         self.reactor = Reactor()
@@ -97,6 +103,7 @@ class Controller:
             handlers,
             on_received=self._received,
             on_end=self._disconnected,
+            incarnation=incarnation,
         )
         blocks = self._ledger.blocks
         self._sessions = Sessions(self.reactor, self._died)
@@ -117,6 +124,7 @@ class Controller:
             else None
         )
         self._rows.consumed = ConsumedRows(consumed) if consumed is not None else None
+        self._descriptor = descriptor
         self._successor_s = successor_s
         self._verify = verify
         self._arenas: dict[int, mmap] = {}
@@ -127,6 +135,7 @@ class Controller:
         handlers[GetStats] = self._stats
         handlers[GetMetrics] = self._metrics
         handlers[JoinUnits] = self._join
+        handlers[FindController] = self._find
         self._joined = len(units)
 
     @property
@@ -139,11 +148,11 @@ class Controller:
         """With a journal: file descriptor of the arena of each unit, in the unit's process."""
         return tuple(fd for _, fd in sorted(self._arena_fds.items()))
 
-    def listen(self, host: str, key: PlaneKey, port: int = 0) -> Endpoints:
-        """Also serve clients of other hosts: control messages at `port`, bytes at the next one; 0:
+    def listen(self, host: str, key: PlaneKey, port: int = 0, bulk_port: int = 0) -> Endpoints:
+        """Also serve clients of other hosts: control messages at `port`, bytes at `bulk_port`; 0:
         at free ports."""
         self._key = key
-        bulk = self._session_requests.bulk = BulkServer(self.reactor, host, key, port=port and port + 1)
+        bulk = self._session_requests.bulk = BulkServer(self.reactor, host, key, port=bulk_port)
         return Endpoints(self.server.listen(host, key, port), endpoint(host, bulk.port))
 
     def when_ready(self, callback: Callable[[], None]) -> None:
@@ -198,7 +207,7 @@ class Controller:
                 callback()
 
         for unit in self._units:
-            self._units.send(unit, DescribeMemory(self._incarnation > 1), partial(described, unit))
+            self._units.send(unit, DescribeMemory(self._incarnation), partial(described, unit))
 
     def _restore(self, recovered: Recovered) -> None:
         answers: dict[bytes, dict[int, bytes]] = {}
@@ -248,6 +257,11 @@ class Controller:
             self._joined += 1
         self._memory.serve()
         return Done()
+
+    def _find(self, *_: object) -> FoundController:
+        if self._descriptor is None:
+            raise WireError("The controller of this plane has no successor (start_local_plane(successor_s)).")
+        return FoundController(self._incarnation, PlaneDescriptor.load(self._descriptor))
 
     def _stats(self, *_: object) -> Stats:
         contents, used = self._ledger.contents(), self._ledger.blocks.used

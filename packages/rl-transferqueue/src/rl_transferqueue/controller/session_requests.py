@@ -85,9 +85,11 @@ class SessionRequests:
             self._drop(session, gone=False)
 
     def died(self, session: bytes) -> None:
-        """The client's process has ended, and its leases with it."""
-        if self._sessions.find(session) is not None:
-            self._drop(session, gone=True)
+        """The client's process has ended, and its leases with it. A client on another host may
+        live: only its connection has ended for certain."""
+        found = self._sessions.find(session)
+        if found is not None:
+            self._drop(session, gone=not found.remote)
         departed = self._sessions.departed(session)
         if departed is not None:
             self._once_gone(departed, lambda: self._release_all(session))
@@ -112,8 +114,8 @@ class SessionRequests:
         name = f"pid {process.pid}" if near and process else f"session {caller.session.hex()} of another host"
         lifeline = self._lifeline(caller.session, process if near else None)
         self._sessions.open(caller.session, lifeline, remote=not near, name=name, host=host, process=process)
-        if self._rows.consumed is not None and process is not None:
-            self._rows.consumed.open_session(caller.session, process)
+        if self._rows.consumed is not None:
+            self._rows.consumed.open_session(caller.session, process if near else None)
         return Done()
 
     def _resume(self, caller: Caller, message: Resume) -> Resumed:

@@ -7,11 +7,11 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import msgspec
 
-from rl_protocol.errors import ConfigError
+from rl_protocol.errors import ConfigError, PlaneLostError
 from rl_protocol.support.host_identity import this_host
 from rl_protocol.support.options import require
 from rl_transferqueue.backends import BUILT_IN, check_backend
@@ -32,15 +32,18 @@ from rl_transferqueue.launch.server_children import (
 )
 from rl_transferqueue.launch.server_specs import ControllerSpec, Ready, Recovery, UnitSpec, heartbeat_file
 from rl_transferqueue.launch.server_threads import ServerThreads
-from rl_transferqueue.transport.addresses import check_ports, listen_address
+from rl_transferqueue.transport.addresses import check_ports, listen_address, split_endpoint
 from rl_transferqueue.transport.plane_secret import load_key
-from rl_transferqueue.transport.unix_link import socket_path
+from rl_transferqueue.transport.unix_link import connect_unix, socket_path
 from rl_transferqueue.wire.descriptor import (
     DESCRIPTOR_FILE,
     ControllerAddress,
     PlaneDescriptor,
     UnitAddress,
 )
+from rl_transferqueue.wire.messages import CONTROLLER, HangUp, Request, pack
+
+_KILL_S = 5.0
 
 
 class LocalPlane:
@@ -100,10 +103,11 @@ class LocalPlane:
     def restart_controller(self, *, start_timeout_s: float = 30.0) -> Recovery:
         """Start a successor of the controller, which has ended, or does not answer and is killed.
 
-        Clients on this host continue their sessions with it: calls under way return or raise as if
-        the controller had been slow, a put is made once, and no row is consumed twice. The storage
-        units stay. Rows are read from the journal when they are needed, and views stay valid. Not
-        for several threads at once.
+        Clients, also those on other hosts, continue their sessions with it: calls under way return
+        or raise as if the controller had been slow, a put is made once, and no row is consumed
+        twice. The storage units stay. Rows are read from the journal when they are needed, and
+        views stay valid. A plane that listens does so at the same ports. Not for several threads at
+        once.
 
         Args:
             start_timeout_s: deadline for the successor to be ready, seconds.
@@ -126,8 +130,7 @@ class LocalPlane:
         old = self._servers[0]
         kill(old, start_timeout_s)
         self._incarnation += 1
-        address = socket_path(self._runtime_dir, f"c{self._incarnation}")
-        spec = msgspec.structs.replace(spec, address=address, incarnation=self._incarnation)
+        spec = self._successor_spec(spec)
         self._servers[0] = spawn("controller", spec, self._runtime_dir, logs)
         release(old)
         said = wait_ready(self._servers[0], deadline, start_timeout_s)
@@ -142,9 +145,29 @@ class LocalPlane:
         self.recovery = said.recovery
         return said.recovery
 
+    def _successor_spec(self, spec: ControllerSpec) -> ControllerSpec:
+        address = socket_path(self._runtime_dir, f"c{self._incarnation}")
+        ports = _ports(self._descriptor.controller)
+        return msgspec.structs.replace(
+            spec, address=address, incarnation=self._incarnation, port=ports.control, bulk_port=ports.bulk
+        )
+
     def abandon_controller(self) -> None:
-        """No client waits for a successor any more: their calls raise PlaneLostError."""
+        """Start no successor of the controller, which has ended, or is killed: calls of clients
+        raise PlaneLostError.
+
+        Raises:
+            PlaneLostError: the controller does not end.
+        """
         (self._runtime_dir / DESCRIPTOR_FILE).unlink(missing_ok=True)
+        if not isinstance(self._servers, ServerThreads):
+            kill(self._servers[0], _KILL_S)
+        for unit in self._descriptor.units:
+            if unit.bulk:  # clients of other hosts see the end of its connections
+                with contextlib.suppress(PlaneLostError):
+                    link = connect_unix(unit.address, CONTROLLER, "storage unit")
+                    link.send(pack(Request(1, HangUp())))
+                    link.close()
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -210,7 +233,7 @@ def start_local_plane(
         successor_s: seconds that clients wait for `LocalPlane.restart_controller` after the
             controller has ended; 0: they raise PlaneLostError at once. A client that is not back
             so long after its successor serves has lost the rows on their way to it. Above 0 the
-            plane needs a journal, the backend `simple`, and no `listen`.
+            plane needs a journal and the backend `simple`.
 
     Raises:
         ConfigError: `runtime_dir` is missing or its path too long; the address to listen on can't
@@ -233,7 +256,7 @@ def start_local_plane(
             controller, units = _specs(config, private, hosts)
             threads = ServerThreads(private.name, controller, units)
             undo.callback(threads.close)
-            descriptor = _descriptor(config, controller, units, threads.ready, 0.0)
+            descriptor = _descriptor(config, controller, units, threads.ready)
             return LocalPlane(config, descriptor, threads, private, undo.pop_all(), threads.ready[0].recovery)
         undo.callback(stop, children)
         logs = log_dir or private
@@ -241,13 +264,16 @@ def start_local_plane(
         controller, units = _specs(config, private, hosts)
         if successor_s:
             consumed = str(private / "consumed.sqlite")
-            controller = msgspec.structs.replace(controller, consumed=consumed, successor_s=successor_s)
+            file = str(private / DESCRIPTOR_FILE)
+            controller = msgspec.structs.replace(
+                controller, consumed=consumed, descriptor=file, successor_s=successor_s
+            )
         deadline = deadline_after(start_timeout_s)
         for name, spec in (("controller", controller), *((f"unit-{unit.index}", unit) for unit in units)):
             children.append(spawn(name, spec, private, logs))
         rest = [wait_ready(child, deadline, start_timeout_s) for child in children[1:]]
         first = wait_ready(children[0], deadline, start_timeout_s)
-        descriptor = _descriptor(config, controller, units, [first, *rest], successor_s)
+        descriptor = _descriptor(config, controller, units, [first, *rest])
         descriptor.save(private / DESCRIPTOR_FILE)  # for `find_plane`
         restartable = (controller, logs) if successor_s else None
         return LocalPlane(config, descriptor, children, private, undo.pop_all(), first.recovery, restartable)
@@ -259,7 +285,6 @@ def _check_successor(config: TransferQueueConfig, successor_s: float) -> None:
         why = "where the controller can have a successor (successor_s)"
         require(config.durability != "off", "TransferQueueConfig.durability", f"commit or every_put {why}", "off")
         require(config.backend == "simple", "TransferQueueConfig.backend", f"simple {why}", config.backend)
-        require(not config.listen, "TransferQueueConfig.listen", f"empty {why}", config.listen)
 
 
 def _descriptor(
@@ -267,10 +292,8 @@ def _descriptor(
     controller: ControllerSpec,
     units: list[UnitSpec],
     ready: list[Ready],
-    successor_s: float,
 ) -> PlaneDescriptor:
     first, *rest = ready
-    file = Path(controller.consumed).parent / DESCRIPTOR_FILE if successor_s else ""
     return PlaneDescriptor(
         _controller_address(controller, first),
         tuple(unit_address(spec, said) for spec, said in zip(units, rest, strict=True)),
@@ -281,8 +304,8 @@ def _descriptor(
         config.backend_address,
         config.timeout_s,
         config.read_cache_mb,
-        str(file),
-        successor_s,
+        controller.descriptor,
+        controller.successor_s,
     )
 
 
@@ -290,6 +313,17 @@ def _controller_address(spec: ControllerSpec, said: Ready) -> ControllerAddress:
     return ControllerAddress(
         spec.address, said.process, said.memory_fd, said.memory_bytes, said.control, said.bulk, spec.incarnation
     )
+
+
+class _Ports(NamedTuple):
+    """Ports of a controller for other hosts; 0: it does not listen."""
+
+    control: int
+    bulk: int
+
+
+def _ports(controller: ControllerAddress) -> _Ports:
+    return _Ports(*(split_endpoint(where)[1] if where else 0 for where in (controller.control, controller.bulk)))
 
 
 def _specs(config: TransferQueueConfig, private: Path, hosts: int) -> tuple[ControllerSpec, list[UnitSpec]]:
@@ -307,5 +341,6 @@ def _specs(config: TransferQueueConfig, private: Path, hosts: int) -> tuple[Cont
         verify=config.verify,
         listen=host,
         port=port,
+        bulk_port=port and port + 1,
     )
     return controller, units

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TypeAlias
 
 import msgspec
+import zmq
 
-from rl_protocol.errors import PlaneLostError, RLError
+from rl_protocol.errors import ConfigError, PlaneLostError, RLError
 from rl_protocol.support.heartbeat import beat
 from rl_protocol.support.stack_dumps import dump_at_signal
 from rl_transferqueue.backends import BUILT_IN, Share
@@ -67,7 +68,7 @@ def _serve(config: ServeConfig) -> None:
     else:
         for fd in (sys.stdin.fileno(), parent):
             role.reactor.watch(fd, role.reactor.stop)
-        endpoints = listen(role, config.spec.listen, config.spec.port)
+        endpoints = listen(role, config.spec)
         role.when_ready(lambda: _say(config.ready_fd, ready(role, endpoints)))
         log.info("serving %s", config.spec)
         role.reactor.run()
@@ -95,20 +96,29 @@ def build(spec: UnitSpec | ControllerSpec) -> Role:
         verify=spec.verify,
         incarnation=spec.incarnation,
         consumed=Path(spec.consumed) if spec.consumed else None,
+        descriptor=Path(spec.descriptor) if spec.descriptor else None,
         successor_s=spec.successor_s,
     )
 
 
-def listen(role: Role, host: str, port: int) -> Endpoints:
+def listen(role: Role, spec: UnitSpec | ControllerSpec) -> Endpoints:
     """Have it serve clients of other hosts, too; without a host do nothing.
 
     Raises:
-        ConfigError: the host needs a key.
+        ConfigError: the host needs a key, or a port can't be used.
     """
-    if not host:
+    if not spec.listen:
         return Endpoints()
     key = load_key()
-    return role.listen(listen_address(host, key).host, key, port)
+    host = listen_address(spec.listen, key).host
+    try:
+        if isinstance(role, Controller):
+            assert isinstance(spec, ControllerSpec)
+            return role.listen(host, key, spec.port, spec.bulk_port)
+        return role.listen(host, key, spec.port)
+    except (OSError, zmq.ZMQError) as error:
+        ports = (spec.port, spec.bulk_port) if isinstance(spec, ControllerSpec) else (spec.port,)
+        raise ConfigError(f"A server of the data plane can't listen at {host}, ports {ports}: {error}.") from error
 
 
 def ready(role: Role, endpoints: Endpoints) -> Ready:

@@ -42,7 +42,9 @@ class ControllerSpec(msgspec.Struct, frozen=True, tag=True):
     listen: str = ""
     """Numeric address for clients of other hosts; empty: none."""
     port: int = 0
-    """Port for control messages; the next one is for bytes. 0: any free ports."""
+    """Port for control messages; 0: any free one."""
+    bulk_port: int = 0
+    """Port for bytes; 0: any free one."""
     journal: str = ""
     """Folder of the journal; empty: none."""
     every_put: bool = False
@@ -53,6 +55,9 @@ class ControllerSpec(msgspec.Struct, frozen=True, tag=True):
     """Counts the controllers of the plane."""
     consumed: str = ""
     """File of the consumed rows, for a successor; empty: there will be none."""
+    descriptor: str = ""
+    """File of the plane's descriptor, for clients of other hosts; empty: there will be no
+    successor."""
     successor_s: float = 0.0
     """Seconds that clients have to come back to a successor."""
 

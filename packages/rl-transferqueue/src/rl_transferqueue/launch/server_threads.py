@@ -47,7 +47,7 @@ class ServerThreads:
         from rl_transferqueue.launch.server_process import build, listen, ready
 
         role = build(spec)
-        endpoints = listen(role, spec.listen, spec.port)
+        endpoints = listen(role, spec)
         said: queue.SimpleQueue[Ready | RLError] = queue.SimpleQueue()
 
         def serve() -> None:

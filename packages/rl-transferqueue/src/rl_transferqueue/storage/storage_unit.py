@@ -26,6 +26,7 @@ from rl_transferqueue.wire.messages import (
     DescribeMemory,
     Done,
     Fence,
+    HangUp,
     Measure,
     Measured,
     Populate,
@@ -46,6 +47,8 @@ class StorageUnit:
 
     def __init__(self, address: str, capacity: int, segment: int, *, joins: bool = False) -> None:
         self._joins = joins
+        self._incarnation = 1
+        """Of the controller to which the arena belongs."""
         self.reactor = Reactor(idle=self._populate)
         self.arena = Arena(capacity)
         self._segment = segment
@@ -60,6 +63,7 @@ class StorageUnit:
                 AwaitEnd: self._await_end,
                 Populate: self._want,
                 DescribeMemory: self._describe,
+                HangUp: self._hang_up,
                 Measure: self._measure,
                 Copy: self._copy,
             },
@@ -115,10 +119,22 @@ class StorageUnit:
 
     def _describe(self, caller: Caller, message: DescribeMemory) -> ArenaMemory:
         _check_controller(caller)
-        if message.renew:
+        if message.incarnation < self._incarnation:
+            raise WireError(
+                f"This storage unit serves incarnation {self._incarnation} of the plane's controller; got {message.incarnation}."
+            )
+        if message.incarnation > self._incarnation:
+            self._incarnation = message.incarnation
             self.arena = self.arena.replaced()
             self._populated, self._wanted = 0, self._segment
+            if self._bulk is not None:
+                self._bulk.renew(memoryview(self.arena.memory), self._incarnation)
         return ArenaMemory(this_process(), *self.shared_memory)
+
+    def _hang_up(self, caller: Caller, _: HangUp) -> None:
+        _check_controller(caller)
+        if self._bulk is not None:
+            self._bulk.close()
 
     def _measure(self, caller: Caller, message: Measure) -> Measured:
         _check_controller(caller)

@@ -22,6 +22,7 @@ from rl_transferqueue.transport.bulk_protocol import (
     VERDICT_BYTES,
     BulkAnswer,
     Outgoing,
+    Refused,
     Sending,
     Written,
     as_lifeline,
@@ -32,10 +33,15 @@ from rl_transferqueue.transport.bulk_protocol import (
 )
 from rl_transferqueue.transport.plane_secret import HOW_TO_SET, PlaneKey
 from rl_transferqueue.wire.descriptor import ControllerAddress, UnitAddress
-from rl_transferqueue.wire.messages import Failure, error_of
+from rl_transferqueue.wire.failures import error_of
+from rl_transferqueue.wire.messages import Failure
 
 A = TypeVar("A", Written, Sending)
 _decoder = msgspec.msgpack.Decoder[BulkAnswer](BulkAnswer)
+
+
+class IncarnationEnded(PlaneLostError):
+    """A storage unit refuses a request: the controller that gave the memory has a successor."""
 
 
 class BulkConnection:
@@ -76,6 +82,7 @@ class BulkConnection:
         """The next answer, which must be of that kind.
 
         Raises:
+            IncarnationEnded: the memory belongs to a later controller.
             The error that the server answered.
         """
         packed = self.receive_bytes(frame_length(self.receive_bytes(4)))
@@ -85,6 +92,10 @@ class BulkConnection:
             raise WireError(f"The {self._name} of the data plane speaks another protocol: {error}.") from error
         if isinstance(answer, Failure):
             raise error_of(answer)
+        if isinstance(answer, Refused):
+            raise IncarnationEnded(
+                f"The {self._name} of the data plane serves controller {answer.incarnation}, a successor of this client's."
+            )
         if not isinstance(answer, kind):
             raise WireError(f"The {self._name} answered {type(answer).__name__} where {kind.__name__} was expected.")
         return answer

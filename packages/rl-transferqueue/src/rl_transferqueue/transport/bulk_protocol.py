@@ -17,6 +17,9 @@
   by the kernel within `DEAD_AFTER_S`.
 * The payload of `WriteBlock` is received into the block. If the span is taken back meanwhile, the
   connection ends.
+* Each request names the incarnation of the controller that gave the places in it. A storage unit
+  has a new arena for each controller: it MUST answer `Refused` to a request that names another one
+  than that of its arena, and neither read nor write for it.
 * The payload of `Sending` is one batch in wire format (`rl_protocol.wire`) per requested piece.
 """
 
@@ -63,6 +66,8 @@ class WriteBlock(_Message, frozen=True):
     serial: Count
     """Spans the session had abandoned late (see `Abandon`) when the write began; later ones are
     refused."""
+    incarnation: Count = 1
+    """Of the controller that has reserved the bytes."""
 
 
 class WantedPiece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -79,10 +84,19 @@ class WantedPiece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 class ReadRows(_Message, frozen=True):
     headers: tuple[bytes, ...]
     pieces: tuple[WantedPiece, ...]
+    incarnation: Count = 1
+    """Of the controller that has located the pieces."""
 
 
 class Written(_Message, frozen=True):
     pass
+
+
+class Refused(_Message, frozen=True):
+    """The request belongs to another controller than the unit's memory."""
+
+    incarnation: Count
+    """Of the controller to which the memory belongs."""
 
 
 class Sending(_Message, frozen=True):
@@ -93,7 +107,7 @@ class Sending(_Message, frozen=True):
 
 
 BulkRequest: TypeAlias = WriteBlock | ReadRows
-BulkAnswer: TypeAlias = Written | Sending | Failure
+BulkAnswer: TypeAlias = Written | Sending | Refused | Failure
 _encoder = msgspec.msgpack.Encoder()
 
 

@@ -32,6 +32,7 @@ from rl_transferqueue.transport.bulk_protocol import (
     BulkRequest,
     Outgoing,
     ReadRows,
+    Refused,
     Sending,
     WantedPiece,
     WriteBlock,
@@ -48,8 +49,9 @@ from rl_transferqueue.transport.event_loop import Reactor
 from rl_transferqueue.transport.listener import Listener
 from rl_transferqueue.transport.plane_secret import PlaneKey
 from rl_transferqueue.wire.arrays import Ints
+from rl_transferqueue.wire.failures import failure
 from rl_transferqueue.wire.header_cache import unpack_header
-from rl_transferqueue.wire.messages import Fence, failure
+from rl_transferqueue.wire.messages import Fence
 from rl_transferqueue.wire.process_liveness import this_process
 from rl_transferqueue.wire.spans import Span
 
@@ -174,6 +176,8 @@ class BulkServer:
         self._limits = limits
         self._key = key
         self._arena = arena
+        self._incarnation = 1
+        """Of the controller to which the arena belongs."""
         self._connections: set[Connection] = set()
         self._barred: dict[bytes, None] = {}
         """Sessions of other hosts that have ended, the last ones."""
@@ -197,6 +201,12 @@ class BulkServer:
             if connection.session == session:
                 return as_lifeline(connection.leave())
         return None
+
+    def renew(self, arena: memoryview, incarnation: int) -> None:
+        """Serve another arena, which belongs to a later controller. Transfers under way end in the
+        old one; later requests that name an earlier controller are refused."""
+        self._arena, self._incarnation = arena, incarnation
+        self._abandoned.clear()
 
     def fence(self, fence: Fence) -> None:
         """End writes of a session to spans, and refuse late ones that began before it abandoned
@@ -272,13 +282,13 @@ class BulkServer:
                 yield Outgoing(self._answer(request))
 
     def _receive(self, connection: Connection, request: WriteBlock) -> Script:
+        if request.incarnation != self._incarnation:
+            yield from self._discard(request.nbytes)
+            yield Outgoing([frame(Refused(self._incarnation))])
+            return
         arena, stop = self._arena, request.offset + request.nbytes
         if arena is None or stop > len(arena):
-            left = request.nbytes
-            while left:
-                part = self._scratch[: min(left, _SCRATCH_BYTES)]
-                left -= len(part)
-                yield part
+            yield from self._discard(request.nbytes)
             yield Outgoing([frame(failure(WireError(f"There are no bytes {request.offset} to {stop} here.")))])
             return
         into = range(request.offset, stop)
@@ -291,7 +301,16 @@ class BulkServer:
         connection.into = range(0)
         yield Outgoing([frame(Written())])
 
+    def _discard(self, nbytes: int) -> Script:
+        """Receive a payload that is not wanted."""
+        while nbytes:
+            part = self._scratch[: min(nbytes, _SCRATCH_BYTES)]
+            nbytes -= len(part)
+            yield part
+
     def _answer(self, request: ReadRows) -> list[bytes | memoryview]:
+        if request.incarnation != self._incarnation:
+            return [frame(Refused(self._incarnation))]
         try:
             batches = [encode(self._read(piece, request.headers)) for piece in request.pieces]
         except RLError as error:

@@ -15,6 +15,7 @@ import msgspec
 
 from rl_protocol.errors import UNREADABLE, BatchError, PlaneLostError, PlaneTimeout, RLError, WireError
 from rl_transferqueue.transport.unix_link import LOOK_S, Link, LinkClosed
+from rl_transferqueue.wire.failures import error_of
 from rl_transferqueue.wire.messages import (
     NOTICE,
     Answer,
@@ -25,7 +26,6 @@ from rl_transferqueue.wire.messages import (
     LinkBytes,
     Reply,
     Request,
-    error_of,
     pack,
 )
 
@@ -276,6 +276,11 @@ class ControlClient:
         finally:
             self._resuming = None
 
+    def end_resume(self, why: str) -> None:
+        """The successor has ended while `resume` waits for it: that raises PlaneLostError."""
+        if self._resuming is not None and not self._resuming.answer.done():
+            self._resuming.answer.set_exception(PlaneLostError(why))
+
     def continue_calls(self, answered: Callable[[Call], Answer | RLError | None]) -> None:
         """The successor serves: calls that wait are answered, fail, or are sent again (None)."""
         self._suspended = False
@@ -305,10 +310,8 @@ class ControlClient:
             self._loop.remove_writer(self._fd)
 
     def _end_connection(self, why: str) -> None:
-        resuming = self._resuming
-        if resuming is not None:
-            if not resuming.answer.done():
-                resuming.answer.set_exception(PlaneLostError(why))
+        if self._resuming is not None:
+            self.end_resume(why)
         elif not self._on_closed():
             self._disconnect()
             self.lose(why)

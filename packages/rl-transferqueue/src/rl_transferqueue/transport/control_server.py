@@ -20,7 +20,8 @@ from rl_transferqueue.transport.plane_secret import PlaneKey
 from rl_transferqueue.transport.request_counters import RequestCounters
 from rl_transferqueue.transport.unix_link import LinkClosed, UnixLink, listen_unix
 from rl_transferqueue.transport.zmq_router import ZmqRouter
-from rl_transferqueue.wire.messages import CONTROLLER, Answer, LinkBytes, Reply, Request, failure, pack
+from rl_transferqueue.wire.failures import failure
+from rl_transferqueue.wire.messages import CONTROLLER, Answer, LinkBytes, Reply, Request, pack
 
 log = logging.getLogger(__name__)
 
@@ -65,15 +66,18 @@ class Server:
         on_received: Callable[[bytes, Sequence[int]], None] | None = None,
         on_end: Callable[[bytes], None] = lambda _: None,
         limits: Limits = DEFAULT,
+        incarnation: int = 0,
     ) -> None:
         """`on_received` is called with a session and its requests whose answers have reached their
-        callers, `on_end` with a session whose connection has ended.
+        callers, `on_end` with a session whose connection has ended. `incarnation` is that of this
+        controller, 0: this server is none.
         """
         self._reactor = reactor
         self._handlers = handlers
         self._on_received = on_received
         self._on_end = on_end
         self._limits = limits
+        self._incarnation = incarnation
         self._peers: dict[bytes, Connection] = {}
         self._strangers: set[Connection] = set()
         """Connections that have not sent their first frame."""
@@ -88,7 +92,9 @@ class Server:
     def listen(self, host: str, key: PlaneKey, port: int = 0) -> str:
         """Also serve other hosts on this address and port (0: any free one); returns the
         endpoint."""
-        self._router = ZmqRouter(self._reactor, host, port, key, self._take_remote, self._on_end, self._limits)
+        self._router = ZmqRouter(
+            self._reactor, host, port, key, self._take_remote, self._on_end, self._limits, self._incarnation
+        )
         return self._router.endpoint
 
     def answer(self, caller: Caller, body: Answer) -> None:

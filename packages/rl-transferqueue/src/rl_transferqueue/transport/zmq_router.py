@@ -14,6 +14,7 @@ from rl_transferqueue.transport.addresses import endpoint
 from rl_transferqueue.transport.connection_limits import Limits, Stall
 from rl_transferqueue.transport.event_loop import Reactor
 from rl_transferqueue.transport.plane_secret import PlaneKey
+from rl_transferqueue.transport.zmq_link import link_identity, session_of
 from rl_transferqueue.wire.messages import MAX_FRAME
 
 log = logging.getLogger(__name__)
@@ -58,8 +59,12 @@ class ZmqRouter:
         on_frame: Callable[[bytes, bytes], None],
         on_end: Callable[[bytes], None],
         limits: Limits,
+        incarnation: int = 0,
     ) -> None:
+        """`incarnation` is that of this controller: frames for another one are dropped. 0: this
+        server is no controller."""
         self._reactor = reactor
+        self._incarnation = incarnation
         self._on_frame = on_frame
         self._on_end = on_end
         self._limits = limits
@@ -115,9 +120,13 @@ class ZmqRouter:
     def _read(self) -> None:
         for _ in range(_BURST):
             try:
-                session, *frames = self._socket.recv_multipart(zmq.DONTWAIT)
+                identity, *frames = self._socket.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 return
+            session = session_of(identity, self._incarnation)
+            if session is None:
+                log.info("a frame of link %s, meant for another controller, is dropped", identity.hex())
+                continue
             frame = frames[0] if len(frames) == 1 else b""
             backlog = self._backlogs.get(session)
             if backlog is None:
@@ -133,14 +142,20 @@ class ZmqRouter:
 
     def _sent(self, session: bytes, frame: bytes) -> bool | None:
         """Whether it was sent; None: the client is not connected."""
+        identity = link_identity(session, self._incarnation)
+        sent = self._sent_to(identity, session, frame)
+        return self._sent_to(session, session, frame) if sent is None and identity != session else sent
+
+    def _sent_to(self, identity: bytes, session: bytes, frame: bytes) -> bool | None:
+        """Whether it was sent to this link of the session; None: the link is not connected."""
         try:
             if len(frame) < _LARGE:
-                self._socket.send_multipart([session, frame], zmq.DONTWAIT)
+                self._socket.send_multipart([identity, frame], zmq.DONTWAIT)
                 return True
             self._large = {who: last for who, last in self._large.items() if not last.done}
             if session in self._large:
                 return False
-            tracker = self._socket.send_multipart([session, frame], zmq.DONTWAIT, copy=False, track=True)
+            tracker = self._socket.send_multipart([identity, frame], zmq.DONTWAIT, copy=False, track=True)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:

@@ -5,7 +5,7 @@
 * A reader MUST refuse unknown types, unknown fields and frames above `MAX_FRAME` bytes.
 * Numbers in `bytes` fields are little-endian arrays of the type named there.
 * Nothing in a message is unpickled, executed or resolved by name, except names of errors in the
-  closed table `ERRORS`.
+  closed table `failures.ERRORS`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from rl_protocol import errors
-from rl_protocol.errors import BatchError, DataPlaneError, RLError
-from rl_transferqueue.wire.descriptor import UnitAddress
+from rl_protocol.errors import BatchError
+from rl_transferqueue.wire.descriptor import PlaneDescriptor, UnitAddress
 from rl_transferqueue.wire.process_liveness import ProcessId
 from rl_transferqueue.wire.spans import BlockRef, Count, Span
 
@@ -63,11 +62,17 @@ class Resume(_Message, frozen=True):
 
     incarnation: Count
     """That of the successor. A controller with another one refuses."""
-    process: ProcessId
+    process: ProcessId | None
+    """As those of `Hello`."""
     host: str
     unanswered: tuple[Count, ...]
     """Requests whose answers did not come or were not waited for: rows that they took are given
     back."""
+
+
+class FindController(_Message, frozen=True):
+    """Ask at the address of a controller, without a session, which one serves the plane now: a
+    successor has the same address."""
 
 
 class Bye(_Message, frozen=True):
@@ -255,8 +260,14 @@ class Free(_Message, frozen=True):
 class DescribeMemory(_Message, frozen=True):
     """Ask where the unit's arena is."""
 
-    renew: bool = False
-    """Replace it before by a new one, since processes may still use the old one."""
+    incarnation: Count
+    """Of the controller. For a later one than before the unit replaces its arena by a new one,
+    since processes may still use the old one; an earlier one is refused."""
+
+
+class HangUp(_Message, frozen=True):
+    """The plane has no controller any more: end the connections of clients of other hosts, and let
+    none in. Sent without waiting for the answer."""
 
 
 class Populate(_Message, frozen=True):
@@ -305,6 +316,15 @@ class Resumed(_Message, frozen=True):
     made: tuple[tuple[Count, bytes], ...]
     """Those of the unanswered requests that are puts and were made, with generations as in
     `Committed`."""
+
+
+class FoundController(_Message, frozen=True):
+    """Answer to `FindController`."""
+
+    incarnation: Count
+    """Of the controller that answers."""
+    plane: PlaneDescriptor
+    """The last descriptor; while the controller starts, it names an earlier one."""
 
 
 class Reserved(_Message, frozen=True):
@@ -467,6 +487,7 @@ class Reclaim(_Message, frozen=True):
 ControllerRequest: TypeAlias = (
     Hello
     | Resume
+    | FindController
     | Bye
     | JoinUnits
     | Reserve
@@ -489,13 +510,14 @@ ControllerRequest: TypeAlias = (
     | GetMetrics
     | Cancel
 )
-UnitRequest: TypeAlias = Fence | AwaitEnd | Free | Populate | DescribeMemory | Measure | Copy
+UnitRequest: TypeAlias = Fence | AwaitEnd | Free | Populate | DescribeMemory | HangUp | Measure | Copy
 AnyRequest: TypeAlias = ControllerRequest | UnitRequest
 Notice: TypeAlias = Revoked | Reclaim
 Answer: TypeAlias = (
     Done
     | Failure
     | Resumed
+    | FoundController
     | Reserved
     | Committed
     | Recalled
@@ -531,36 +553,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     body: Answer
 
 
-ERRORS: dict[str, type[RLError]] = {
-    cls.__name__: cls
-    for cls in (
-        errors.BatchError,
-        errors.CapacityTimeout,
-        errors.ConflictError,
-        errors.DataLostError,
-        errors.DataPlaneError,
-        errors.DuplicateKeyError,
-        errors.MissingDataError,
-        errors.OutputError,
-        errors.PlaneLostError,
-        errors.PlaneTimeout,
-        errors.WireError,
-    )
-}
-"""Errors that are sent over the wire, by name."""
-
 _encoder = msgspec.msgpack.Encoder()
-
-
-def failure(error: RLError) -> Failure:
-    """An error as an answer."""
-    name = type(error).__name__
-    return Failure(name if name in ERRORS else DataPlaneError.__name__, error.message)
-
-
-def error_of(answer: Failure) -> RLError:
-    """The error to raise at the caller."""
-    return ERRORS.get(answer.error, DataPlaneError)(answer.message)
 
 
 def pack(message: Request | Reply) -> bytes:

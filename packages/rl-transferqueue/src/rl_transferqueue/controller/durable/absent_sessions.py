@@ -15,15 +15,17 @@ log = logging.getLogger(__name__)
 
 
 class _Absent(NamedTuple):
-    pidfd: int
+    pidfd: int | None
+    """None: the process is on another host."""
     timer: Timer
 
 
 class AbsentSessions:
     """Sessions that a successor of a controller waits for.
 
-    A session ends with the process of its client, at once, or after `wait_s` seconds. Its client is
-    refused from then on: others may have its rows.
+    A session ends with the process of its client, at once, or after `wait_s` seconds; one of a
+    client on another host only after that time. Its client is refused from then on: others may have
+    its rows.
 
     Args:
         reactor: calls back.
@@ -40,23 +42,25 @@ class AbsentSessions:
     def __len__(self) -> int:
         return len(self._absent)
 
-    def wait_for(self, session: bytes, process: ProcessId) -> None:
-        """Wait for the client of a session."""
-        try:
-            pidfd = open_pidfd(process, "The client")
-        except PlaneLostError:
-            self._ended(session, process, "has ended, too")
-            return
+    def wait_for(self, session: bytes, process: ProcessId | None) -> None:
+        """Wait for the client of a session; `process` is None for one on another host."""
+        client = f"client pid {process.pid}" if process is not None else f"client {session.hex()} of another host"
 
         def ended() -> None:
             self.came_back(session)
-            self._ended(session, process, "has ended, too")
+            self._ended(session, client, "has ended, too")
 
         def late() -> None:
             self.came_back(session)
-            self._ended(session, process, f"did not come back within {self._wait_s:g} s")
+            self._ended(session, client, f"did not come back within {self._wait_s:g} s")
 
-        self._reactor.watch(pidfd, ended)
+        try:
+            pidfd = open_pidfd(process, "The client") if process is not None else None
+        except PlaneLostError:
+            ended()
+            return
+        if pidfd is not None:
+            self._reactor.watch(pidfd, ended)
         self._absent[session] = _Absent(pidfd, self._reactor.call_later(self._wait_s, late))
 
     def came_back(self, session: bytes) -> None:
@@ -64,16 +68,17 @@ class AbsentSessions:
         absent = self._absent.pop(session, None)
         if absent is not None:
             absent.timer.cancel()
-            self._reactor.unwatch(absent.pidfd)
-            os.close(absent.pidfd)
+            if absent.pidfd is not None:
+                self._reactor.unwatch(absent.pidfd)
+                os.close(absent.pidfd)
 
     def close(self) -> None:
         """Close all descriptors."""
         for session in list(self._absent):
             self.came_back(session)
 
-    def _ended(self, session: bytes, process: ProcessId, why: str) -> None:
-        log.info("client pid %d of the controller before %s; rows on their way to it are free", process.pid, why)
+    def _ended(self, session: bytes, client: str, why: str) -> None:
+        log.info("%s of the controller before %s; rows on their way to it are free", client, why)
         self._end(session)
 
 

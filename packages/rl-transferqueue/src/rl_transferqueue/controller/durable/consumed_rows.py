@@ -19,9 +19,12 @@ _TABLES = (
     PRIMARY KEY(generation, task)) WITHOUT ROWID""",
     # requests that took rows and whose callers are not known to have the answers
     "CREATE TABLE IF NOT EXISTS unconfirmed(session BLOB NOT NULL, request INTEGER NOT NULL, PRIMARY KEY(session, request)) WITHOUT ROWID",
-    # pid 0: the session has ended, and its client may live
+    # pid 0: the session has ended, and its client may live; -1: the client is on another host
     "CREATE TABLE IF NOT EXISTS sessions(session BLOB PRIMARY KEY, pid INTEGER NOT NULL, start INTEGER NOT NULL) WITHOUT ROWID",
 )
+
+_ELSEWHERE = -1
+"""Instead of the pid of a process on another host."""
 
 
 class Consumed(NamedTuple):
@@ -77,12 +80,11 @@ class ConsumedRows:
         with self._transaction():
             self._connection.executemany("DELETE FROM consumed WHERE generation=?", [(it,) for it in generations])
 
-    def open_session(self, session: bytes, process: ProcessId) -> None:
-        """A session began, or continues."""
+    def open_session(self, session: bytes, process: ProcessId | None) -> None:
+        """A session began, or continues; `process` is None for a client on another host."""
+        pid, start = (process.pid, process.start) if process is not None else (_ELSEWHERE, 0)
         with self._transaction():
-            self._connection.execute(
-                "INSERT OR REPLACE INTO sessions VALUES(?,?,?)", (session, process.pid, process.start)
-            )
+            self._connection.execute("INSERT OR REPLACE INTO sessions VALUES(?,?,?)", (session, pid, start))
 
     def end_session(self, session: bytes, *, gone: bool) -> None:
         """A session ended; unless its client is `gone`, it may try to continue."""
@@ -102,10 +104,14 @@ class ConsumedRows:
         query = "SELECT request FROM unconfirmed WHERE session=?"
         return [request for (request,) in self._connection.execute(query, (session,)).fetchall()]
 
-    def awaited(self) -> dict[bytes, ProcessId]:
-        """The client's process of each session with rows on their way."""
+    def awaited(self) -> dict[bytes, ProcessId | None]:
+        """The client's process of each session with rows on their way; None: it is on another
+        host."""
         query = "SELECT session, pid, start FROM sessions WHERE pid AND session IN (SELECT session FROM unconfirmed)"
-        return {session: ProcessId(pid, start) for session, pid, start in self._connection.execute(query).fetchall()}
+        return {
+            session: ProcessId(pid, start) if pid != _ELSEWHERE else None
+            for session, pid, start in self._connection.execute(query).fetchall()
+        }
 
     def of(self, session: bytes, request: int) -> list[Consumed]:
         """Rows that are consumed for this request."""
