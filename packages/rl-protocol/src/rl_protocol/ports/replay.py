@@ -183,12 +183,12 @@ class ReplayBuffer(Protocol):
     the implementation.
     """
 
-    async def add(self, uids: Sequence[str], size: int) -> None:
-        """Add prompts with `size` sessions each.
+    async def add(self, uids: Sequence[str], size: int | Sequence[int]) -> None:
+        """Add prompts with `size` sessions each, or with a size for each.
 
         Raises:
-            BatchError: a uid is already there or occurs twice, or the size is below 1; nothing is
-                added.
+            BatchError: a uid is already there or occurs twice, a size is below 1, or the sizes are
+                not as many as the prompts; nothing is added.
         """
         ...
 

@@ -154,6 +154,23 @@ class ReplayBufferSuite:
 
         self.run(body)
 
+    def test_groups_that_are_added_together_may_have_sizes_of_their_own(self) -> None:
+        async def body(plane: DataPlane, buffer: ReplayBuffer) -> None:
+            await buffer.add(["a", "b", "c"], [3, 1, 2])
+            leases = await buffer.lease(3, version=0, timeout_s=_SOON_S)
+            assert [(lease.uid, len(lease.sessions)) for lease in leases] == [("a", 3), ("b", 1), ("c", 2)]
+            for lease in leases:
+                await settle_all(plane, lease)
+            taken = await buffer.take(3, version=0, timeout_s=_SOON_S)
+            assert [str(uid) for uid in taken.tag_values("uid")] == ["a", "a", "a", "b", "c", "c"]
+            for sizes in ([1], [1, 0]):
+                with pytest.raises(BatchError):
+                    await buffer.add(["d", "e"], sizes)
+            assert set(buffer.statuses()) == {"a", "b", "c"}
+            await buffer.commit(["a", "b", "c"])
+
+        self.run(body, BufferSettings(groups_per_version=9))
+
     def test_workers_of_one_group_settle_apart_and_in_any_order(self) -> None:
         async def body(plane: DataPlane, buffer: ReplayBuffer) -> None:
             await buffer.add(["a", "b"], 3)

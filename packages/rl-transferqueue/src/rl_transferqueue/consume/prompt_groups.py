@@ -116,20 +116,23 @@ class GroupBook:
         self._version = 0
         self._taken = 0
 
-    def add(self, uids: Sequence[str], size: int) -> None:
-        """Add pending prompts.
+    def add(self, uids: Sequence[str], size: int | Sequence[int]) -> None:
+        """Add pending prompts with `size` sessions each, or with a size for each.
 
         Raises:
-            BatchError: a uid is already there or occurs twice, or the size is below 1; nothing is
-                added.
+            BatchError: a uid is already there or occurs twice, a size is below 1, or the sizes are
+                not as many as the prompts; nothing is added.
         """
-        for place, uid in enumerate(uids):
-            if uid in self.groups or uid in uids[:place] or size < 1:
+        sizes = [size] * len(uids) if isinstance(size, int) else size
+        if len(sizes) != len(uids):
+            raise BatchError(f"Each of {len(uids)} groups needs a size; got {len(sizes)} sizes.")
+        for place, (uid, its) in enumerate(zip(uids, sizes, strict=True)):
+            if uid in self.groups or uid in uids[:place] or its < 1:
                 raise BatchError(
-                    f"Group {uid!r} of {size} sessions can't be added: it is already there, or has no session."
+                    f"Group {uid!r} of {its} sessions can't be added: it is already there, or has no session."
                 )
-        for uid in uids:
-            self.restore(Group(uid=uid, size=size, order=self._order))
+        for uid, its in zip(uids, sizes, strict=True):
+            self.restore(Group(uid=uid, size=its, order=self._order))
         self.changed |= set(uids)
 
     def restore(self, group: Group) -> None:

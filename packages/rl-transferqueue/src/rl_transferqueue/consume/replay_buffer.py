@@ -93,8 +93,8 @@ class ReplayBuffer:
         self._listener.cancel()
         await asyncio.gather(self._listener, return_exceptions=True)
 
-    async def add(self, uids: Sequence[str], size: int) -> None:
-        """Add prompts with `size` sessions each; see the port."""
+    async def add(self, uids: Sequence[str], size: int | Sequence[int]) -> None:
+        """Add prompts with `size` sessions each, or with a size for each; see the port."""
         async with self._changed:
             self._book.add(uids, size)
             await self._save()
