@@ -10,9 +10,10 @@ import pytest
 
 from rl_app_ppo.config.full_keys import full_keys_in_errors
 from rl_app_ppo.config.loading import load_config, to_yaml
-from rl_app_ppo.inputs.data import about_validation, open_data, train_order
+from rl_app_ppo.inputs.data import about_validation, open_data, sessions_of, train_order
 from rl_app_ppo.outputs.resume import changes
 from rl_protocol import ConfigError
+from rl_trainer import PromptRow
 from rl_trainer.data.validation_split import hold_out
 
 
@@ -82,6 +83,15 @@ def test_without_a_share_or_a_pace_all_rows_are_trained_on_and_none_validated(co
     assert truths(data["train"]) == list(range(100))
     assert "val" not in data
     assert about_validation(chosen, data).startswith("no validation: data.val_files is empty")
+
+
+def test_the_prompts_of_a_source_with_answers_alone_have_one_response():
+    rows = [PromptRow(prompt_ids=(1,), data_source=source, ground_truth="") for source in ("a", "b", "a")]
+    alone = "algorithm.by_source=rl_coef=0@a,sft_coef=1@a"
+    sessions = sessions_of(load_config(["rollout.n=3", alone]), rows)
+    assert [sessions(row) for row in range(3)] == [1, 3, 1]
+    assert sessions_of(load_config(["rollout.n=3", "algorithm.by_source=sft_coef=1@a"]), rows) is None
+    assert sessions_of(load_config(["algorithm=sft"]), rows) is None
 
 
 def test_files_for_validation_leave_the_training_rows_whole(config, files):

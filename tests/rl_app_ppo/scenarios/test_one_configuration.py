@@ -361,6 +361,10 @@ def test_every_need_is_about_keys_there_are():
             ["model_engine=fsdp", "fsdp.world_size=400"],
             r"actor\.ppo_mini_batch_size must be at least fsdp\.world_size / rollout\.n \(400 / 8\)",
         ),
+        (
+            ["model_engine=fsdp", "fsdp.world_size=96", "algorithm.by_source=rl_coef=0@a,sft_coef=1@a"],
+            r"data\.train_batch_size must be at least fsdp\.world_size \(96\), because algorithm\.by_source .*; got 64",
+        ),
         (["actor.ppo_max_token_len=64", "actor.ppo_micro_batch_size=4"], r"actor\.ppo_max_token_len must be 0 with"),
         (["actor.optim.lr_scheduler_type=cosine"], r"lr_decay_steps must be greater than lr_warmup_steps \(16\)"),
         (["reward.overlong.buffer_len=9"], r"at most rollout\.response_length \(4\)"),

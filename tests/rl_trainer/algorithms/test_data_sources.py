@@ -179,3 +179,14 @@ def test_the_answer_is_one_response_or_all():
     config = AlgorithmConfig(by_source=(*alone, "ref_kl_coef=0.5@alone"))
     assert [config.given_responses("alone", 8, divergence=d) for d in (False, True)] == [8, 1]
     assert AlgorithmConfig(sft_coef=0.5).given_responses("any", 8, divergence=False) == 1
+
+
+def test_a_prompt_that_is_trained_on_its_answer_alone_has_one_response():
+    alone = ("sft_coef=1@alone", "rl_coef=0@alone")
+    config = AlgorithmConfig(by_source=("sft_coef=1@both", *alone, "rl_coef=0@distilled"))
+    sources = ("other", "both", "alone", "distilled")
+    assert [config.sessions(source, 8, divergence=True) for source in sources] == [8, 8, 1, 8]
+    assert config.fewest_sessions(8, divergence=True) == 1
+    assert AlgorithmConfig(sft_coef=1.0).fewest_sessions(8, divergence=False) == 8
+    weighed = AlgorithmConfig(by_source=(*alone, "ref_kl_coef=0.5@alone"))
+    assert [weighed.fewest_sessions(8, divergence=d) for d in (False, True)] == [1, 8]

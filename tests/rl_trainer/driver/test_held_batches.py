@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter
 
 import msgspec
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from pump_world import BATCH, World, ages
 from resumable_run import Run
 
-from rl_protocol import DataLostError, RLError, wire
+from rl_protocol import DataLostError, RLError, RowKey, wire
 from rl_trainer import PromptOrder
 from rl_trainer.checkpoints.checkpoint_folder import Checkpoint, inspect, newest_whole, step_name
 from rl_trainer.checkpoints.held_batches import INDEX
@@ -117,6 +118,28 @@ def test_prompts_that_were_generated_again_keep_their_rows_and_their_order(tmp_p
     assert sessions > {"0", "1"}
     second = World(**options).fit(checkpoint)
     assert done([first, second]) == World(bound=2, deterministic=True, steps=STEPS).fit().trained
+
+
+@pytest.mark.parametrize("inflight", [0, 2])
+def test_prompts_with_other_numbers_of_responses_keep_them(tmp_path, inflight):
+    """Also those that were generated again, and those of batches in a checkpoint that another
+    start writes again.
+    """
+    replay = ReplayConfig(on_failure="refill", max_attempts=5)
+    options = {"bound": 2, "deterministic": True, "replay": replay, "sessions": lambda row: 1 if row % 3 else 3}
+    options |= {"max_inflight_prompts": inflight}
+    whole = World(steps=STEPS, **options).fit()
+    faults = {("rollout", number): RLError("late") for number in (2, 9)}
+    first = World(steps=STEPS, folder=tmp_path, faults={**faults, ("update_actor", 1): RLError("killed")}, **options)
+    with pytest.raises(RLError, match="killed"):
+        first.fit()
+    worlds = [first, *restarted(tmp_path, [1], **options)]
+    assert done(worlds) == whole.trained
+    rows = {uid: row for world in worlds for uid, row in world.rolled}
+    trained = Counter(RowKey.parse(key).uid for world in worlds for key in world.keys)
+    assert trained == {uid: 1 if row % 3 else 3 for uid, row in rows.items()}
+    assert set(trained.values()) == {1, 3}
+    assert not any(asyncio.run(worlds[-1].plane.stats()).rows.values())
 
 
 def test_rows_that_are_lost_during_the_copy_are_left_out_and_generated_again(tmp_path):

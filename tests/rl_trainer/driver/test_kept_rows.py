@@ -85,14 +85,15 @@ async def lives(folder, ends, owners=(), **options):
     informative=st.sampled_from([None, 2]),
     inflight=st.integers(0, 3),
     delays=st.lists(st.integers(0, 5), min_size=1, max_size=4),
+    sessions=st.sampled_from([None, lambda row: 1 if row % 2 else N]),
 )
 def test_a_killed_run_trains_the_same_batches_and_generates_no_finished_prompt_again(
-    tmp_path_factory, bound, deterministic, save_freq, ends, informative, inflight, delays
+    tmp_path_factory, bound, deterministic, save_freq, ends, informative, inflight, delays, sessions
 ):
     # rounds of several steps at once draw prompts in the order of their delays: runs refuse that
     assume(deterministic or not bound or informative is None)
     options = {"bound": bound, "deterministic": deterministic, "save_freq": save_freq, "delays": delays}
-    options |= {"kept": informative, "max_inflight_prompts": inflight if bound else 0}
+    options |= {"kept": informative, "max_inflight_prompts": inflight if bound else 0, "sessions": sessions}
     straight = World(steps=STEPS, **options).fit()
 
     async def check():

@@ -165,6 +165,27 @@ def test_a_slow_replica_is_given_less_by_the_least_loaded_alone():
     assert asyncio.run(body("least_loaded")) == (28, 4, 1, 1.75)
 
 
+@pytest.mark.parametrize("policy", ROUTERS)
+def test_a_prompt_costs_as_much_as_it_has_sessions(policy):
+    """Half of 24 prompts have one session, and half have eight."""
+
+    async def body():
+        small, large = call(range(12), n=1).prompts, call(range(12, 24), n=8).prompts
+        whole = msgspec.structs.replace(call([]), prompts=(*small, *large))
+        sessions = [0, 0]
+
+        async def send(replica, part):
+            sessions[replica] += sum(len(prompt.lease.sessions) for prompt in part.prompts)
+            return RolloutResult()
+
+        await roll_out(2, whole, policy, send)
+        return sessions
+
+    fewer, more = sorted(asyncio.run(body()))
+    assert fewer + more == 12 * 1 + 12 * 8
+    assert more - fewer <= {"even": 0, "least_loaded": 24, "prefix_sticky": 18}[policy]
+
+
 def test_a_replica_has_at_most_two_pieces_at_a_time():
     async def body():
         workers = [Replica("a"), Replica("b")]

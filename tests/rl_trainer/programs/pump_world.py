@@ -53,6 +53,7 @@ class World:
         delays: turns of the event loop that calls take, one after the other.
         faults: errors by (method, number of the call from 0).
         kept: how many prompts of a round are informative; None: the run has no filter.
+        sessions: as `TrainerParts.sessions`.
         async_rl: further settings of AsyncConfig.
     """
 
@@ -64,6 +65,7 @@ class World:
         delays=(1,),
         faults=None,
         kept=None,
+        sessions=None,
         replay=None,
         folder=None,
         deterministic=False,
@@ -77,7 +79,7 @@ class World:
         self.calls, self.turn = Counter(), 0
         self.on_update, self.overtaken = async_rl.get("on_update", "finish"), 0
         self.version, self.generating, self.sampling, self.most = 0, 0, 0, 0
-        self.rolled, self.trained, self.steps, self.versions = [], [], [], {}
+        self.rolled, self.trained, self.steps, self.versions, self.keys = [], [], [], {}, []
         filtering = FilterGroupsConfig(enable=kept is not None, max_num_gen_batches=9)
         algorithm = AlgorithmConfig(filter_groups=filtering, old_log_prob="recompute")
         rollout = [StandIn(self, f"rollout-{i}") for i in range(workers)]
@@ -94,6 +96,7 @@ class World:
                 workers=self.workers,
                 weight_sync=self,
                 train_order=PromptOrder(100, BATCH, 0),
+                sessions=sessions,
                 validation_size=3,
                 rollout=RolloutConfig(n=N, response_length=2, num_workers=1),
                 actor=ActorConfig(),
@@ -178,6 +181,7 @@ class World:
         return FilterResult(uids=tuple(uids)[: self.kept])
 
     def update_actor(self, call):
+        self.keys += call.batch.keys
         self.trained.append(sorted({RowKey.parse(key).uid for key in call.batch.keys}))
 
 

@@ -19,8 +19,7 @@ _DRIVER = Path("/proc/driver/nvidia")
 
 def described(config: AppConfig) -> dict[str, str]:
     """Title -> text of each line."""
-    rollout, data, n = config.rollout, config.data, config.rollout.n
-    responses = data.train_batch_size * n
+    rollout, data = config.rollout, config.data
     return {
         "algorithm": f"{config.algorithm.name}, {_losses(config)}, seed {config.trainer.seed}",
         "preset": "; ".join(map(_preset, config.preset)),
@@ -34,7 +33,7 @@ def described(config: AppConfig) -> dict[str, str]:
         "reward": config.reward.function,
         "rollout": f"{rollout.name} in {rollout.dtype}, {rollout.session}, at most {rollout.response_length} tokens per response, "
         f"temperature {rollout.temperature:g}",
-        "step": f"{data.train_batch_size} prompts x {n} responses = {responses}, {_length(config)}",
+        "step": f"{data.train_batch_size} prompts {_responses(config)}, {_length(config)}",
         "workers": f"{_workers(config)}; {_placed(config)}; Ray ({config.ray.address})",
         "data plane": f"rl-transferqueue, {config.transfer_queue.num_storage_units} storage units, "
         + {"simple": "shared memory"}.get(config.transfer_queue.backend, config.transfer_queue.backend),
@@ -42,6 +41,14 @@ def described(config: AppConfig) -> dict[str, str]:
         if config.checkpoint_engine.enabled
         else "SYNC IS OFF: rollout keeps the initial weights",
     }
+
+
+def _responses(config: AppConfig) -> str:
+    """How many responses a step has."""
+    n, prompts = config.rollout.n, config.data.train_batch_size
+    if config.algorithm.fewest_sessions(n, divergence=config.actor.use_kl_loss) < n:
+        return f"x {n} responses, or 1 where the answer alone is trained on"
+    return f"x {n} responses = {prompts * n}"
 
 
 def _losses(config: AppConfig) -> str:

@@ -554,6 +554,14 @@ class AppConfig(Options):
                 "every optimizer step",
                 mini,
             )
+        least = self.algorithm.fewest_sessions(n, divergence=self.actor.use_kl_loss)
+        require(
+            batch * least >= shares,
+            f"{path}data.train_batch_size",
+            f"at least {self.model_engine}.world_size ({shares}), because algorithm.by_source trains some prompts on one "
+            "response, their answer, and each rank needs a response",
+            batch,
+        )
         require(
             batch <= self.data.train_size or bool(self.data.train_files),
             f"{path}data.train_batch_size",

@@ -19,7 +19,7 @@ from rl_app_ppo.driver.replicas import Replica, ReplicaSync
 from rl_app_ppo.driver.restart_policy import RestartPolicy
 from rl_app_ppo.driver.weight_sync import OnStep, make_sync, measured
 from rl_app_ppo.driver.workers import WorkerPool
-from rl_app_ppo.inputs.data import about_validation, open_data, train_order
+from rl_app_ppo.inputs.data import about_validation, open_data, sessions_of, train_order
 from rl_app_ppo.outputs.console import LossNotes, OldLogProbNotes, Screen
 from rl_app_ppo.outputs.metric_sinks import CONSOLE, logger_names, open_sinks
 from rl_app_ppo.outputs.metrics_file import JSONLSink, kept_metrics
@@ -257,6 +257,7 @@ def _trainer_parts(
         sync_first=bool(config.lora.adapter_path),
         rollout_memory=rollout.sync if config.rollout.free_cache_engine else None,
         train_order=train_order(config, data["train"]),
+        sessions=sessions_of(config, data["train"]),
         validation_size=len(data["val"]) if "val" in data else 0,
         rollout=config.rollout,
         actor=config.actor,

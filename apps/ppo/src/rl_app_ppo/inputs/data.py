@@ -168,6 +168,14 @@ def about_validation(config: AppConfig, data: Mapping[str, PreparedPrompts]) -> 
     return "" if "val" in data else "no validation: data.val_files is empty, and no rows are held out"
 
 
+def sessions_of(config: AppConfig, rows: PreparedPrompts) -> Callable[[int], int] | None:
+    """How many responses to the prompt of a row are trained on; None: rollout.n, of every row."""
+    algorithm, n, divergence = config.algorithm, config.rollout.n, config.actor.use_kl_loss
+    if algorithm.fewest_sessions(n, divergence=divergence) == n:
+        return None
+    return lambda row: algorithm.sessions(rows[row].data_source, n, divergence=divergence)
+
+
 def train_order(config: AppConfig, rows: PreparedPrompts) -> PromptOrder:
     """The order of training prompts: a curriculum, or shuffled with the shares of the files.
 

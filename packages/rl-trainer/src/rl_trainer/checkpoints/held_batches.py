@@ -44,6 +44,8 @@ class HeldBatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Of its sampling."""
     scores: dict[str, tuple[float, float]] = {}
     """Mean and variance of the scores of each prompt, by uid."""
+    sessions: dict[str, int] = {}
+    """Responses to the prompts that do not have `HeldBatches.sessions`, by uid."""
 
     @property
     def uids(self) -> Sequence[str]:

@@ -339,6 +339,17 @@ class AlgorithmConfig(Options):
         others = one.rl_coef or one.echo_coef or (divergence and self.ref_kl_coef(data_source))
         return 1 if others else n
 
+    def sessions(self, data_source: str, n: int, *, divergence: bool) -> int:
+        """How many responses to a prompt are trained on: 1 where all would be its answer, else `n`.
+
+        For the arguments see `given_responses`.
+        """
+        return 1 if self.given_responses(data_source, n, divergence=divergence) == n else n
+
+    def fewest_sessions(self, n: int, *, divergence: bool) -> int:
+        """The least `sessions` of a data source, named in `by_source` or not."""
+        return min(self.sessions(source, n, divergence=divergence) for source in ("", *self.sources))
+
     @property
     def component_weights(self) -> tuple[float, ...]:
         """`gdpo_reward_weights`; 1 for each key when empty."""

@@ -296,7 +296,11 @@ class Sampler:
         again = [self._repeated.pop(turn)] if turn in self._repeated else []
         rows = [*again, *self.draws.draw(turn, count - len(again))]
         first = self._uids.get(turn, 0) + known
-        return [PromptRef(prompt_uid(turn, first + i), row) for i, row in enumerate(rows)]
+        sessions = self._parts.sessions
+        return [
+            PromptRef(prompt_uid(turn, first + i), row, None if sessions is None else sessions(row))
+            for i, row in enumerate(rows)
+        ]
 
     async def _informative(self, step: int, batch: KVBatchMeta) -> tuple[str, ...]:
         """Uids of the prompts that are worth training on."""

@@ -72,6 +72,7 @@ class BatchKeeper:
             turn=turn,
             places=self._sampler.draws.places(turn),
             prompts=tuple((prompt.uid, prompt.row) for prompt in sampled.prompts),
+            sessions={prompt.uid: prompt.sessions for prompt in sampled.prompts if prompt.sessions is not None},
             keys=sampled.rows.keys,
             metrics=sampled.metrics,
             scores=dict(sampled.scores),
@@ -94,7 +95,7 @@ class BatchKeeper:
             for before, after in zip((rows for rows in held.trajectories if rows.keys), trajectories, strict=True)
             for old, new in zip(before.keys, after.keys, strict=True)
         }
-        return {batch.turn: await self._take(batch, names, version) for batch in held.batches}
+        return {batch.turn: await self._take(batch, held.sessions, names, version) for batch in held.batches}
 
     async def _lease(self, held: HeldBatches) -> dict[str, Lease]:
         """Add the groups to the replay buffer, and lease them with the version of their oldest
@@ -108,7 +109,7 @@ class BatchKeeper:
                 versions[uid] = min(version, versions.get(uid, version))
         by_version: defaultdict[int, list[str]] = defaultdict(list)
         for batch in held.batches:
-            await buffer.add(batch.uids, held.sessions)
+            await buffer.add(batch.uids, [batch.sessions.get(uid, held.sessions) for uid in batch.uids])
             for uid in batch.uids:
                 by_version[versions[uid]].append(uid)
         leases: dict[str, Lease] = {}
@@ -118,8 +119,11 @@ class BatchKeeper:
                 leases |= {lease.uid: lease for lease in some}
         return leases
 
-    async def _take(self, batch: HeldBatch, names: Mapping[str, str], version: int) -> Sampled:
-        """Take the groups of a batch, as if they had been sampled now."""
+    async def _take(self, batch: HeldBatch, sessions: int, names: Mapping[str, str], version: int) -> Sampled:
+        """Take the groups of a batch, as if they had been sampled now.
+
+        `sessions` is the number of sessions of prompts for which the batch has no other one.
+        """
         rows, uids = KVBatchMeta(partition=TRAIN_PARTITION, keys=()), batch.uids
         if uids:
             taken = await self._parts.buffers[TRAIN_PARTITION].take(
@@ -127,7 +131,7 @@ class BatchKeeper:
             )
             rows = taken.select_keys([names[key] for key in batch.keys])
         self._sampler.adopt(batch.turn, uids)
-        prompts = [PromptRef(uid, row) for uid, row in batch.prompts]
+        prompts = [PromptRef(uid, row, batch.sessions.get(uid, sessions)) for uid, row in batch.prompts]
         return Sampled(rows, prompts, len(uids), dict(batch.metrics), batch.scores)
 
     async def _call(self, method: str, message: msgspec.Struct) -> None:

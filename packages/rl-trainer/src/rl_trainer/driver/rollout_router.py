@@ -1,6 +1,6 @@
 """Routes prompts to rollout replicas. The router is pure; `roll_out` sends the calls.
 
-even: equally many prompts to each replica, fixed before the first call: the same in every run
+even: equally many sessions to each replica, fixed before the first call: the same in every run
 least_loaded: small pieces, each to the replica with the least work left, for replicas or prompts
     of unequal speed
 prefix_sticky: prompts with the same beginning to the same replica, unless it is overloaded:
@@ -111,6 +111,11 @@ def imbalance(tokens: Sequence[int]) -> float:
     return max(tokens) * len(tokens) / sum(tokens) if sum(tokens) else 1.0
 
 
+def num_sessions(prompts: Sequence[LeasedPrompt]) -> int:
+    """Number of sessions of these prompts, which is their cost."""
+    return sum(len(prompt.lease.sessions) for prompt in prompts)
+
+
 async def roll_out(
     replicas: int, whole: RolloutCall, policy: str, send: Callable[[int, RolloutCall], Awaitable[RolloutResult]]
 ) -> list[RolloutResult]:
@@ -135,7 +140,7 @@ async def roll_out(
 
         async def give_next(prompts: tuple[LeasedPrompt, ...]) -> RolloutResult:
             async with room:
-                cost = len(prompts) * whole.partition.n
+                cost = num_sessions(prompts)
                 replica = router.choose("", cost)
                 try:
                     return await give(replica, prompts)
@@ -151,9 +156,9 @@ def _shares(router: Router, whole: RolloutCall, policy: str) -> list[tuple[Lease
     """The prompts of each replica, in the order of the call."""
     prompts, replicas = whole.prompts, len(router.loads)
     if policy == "even":
-        parts = balanced_parts([1] * len(prompts), replicas)
+        parts = balanced_parts([num_sessions([prompt]) for prompt in prompts], replicas)
         return [tuple(prompts[place] for place in part) for part in parts]
-    chosen = [router.choose(f"{whole.partition.split}/{prompt.row}", whole.partition.n) for prompt in prompts]
+    chosen = [router.choose(f"{whole.partition.split}/{prompt.row}", num_sessions([prompt])) for prompt in prompts]
     pairs = list(zip(prompts, chosen, strict=True))
     return [tuple(prompt for prompt, its in pairs if its == replica) for replica in range(replicas)]
 

@@ -17,7 +17,7 @@ from rl_trainer.asyncio_tasks import deadline
 from rl_trainer.config import ReplayConfig
 from rl_trainer.driver.batch_queue import MOST_STAGES
 from rl_trainer.driver.replica_gate import Permits, ReplicaGate
-from rl_trainer.driver.rollout_router import Router, imbalance, roll_out
+from rl_trainer.driver.rollout_router import Router, imbalance, num_sessions, roll_out
 from rl_trainer.driver.stage_calls import WorkerHandle, call
 from rl_trainer.workers.columns import TRUNCATED, weight_versions
 from rl_trainer.workers.messages import LeasedPrompt, Partition, PromptRef, RolloutCall, RolloutResult
@@ -378,8 +378,9 @@ class _Rollout:
         self.prompts |= {prompt.uid: prompt.row for prompt in prompts}
         there = await self._rollouts.reuse(self._partition.name, prompts)
         self._version |= there
-        uids = [prompt.uid for prompt in prompts if prompt.uid not in there]
-        await self._buffer.add(uids, self._partition.n)
+        new = [prompt for prompt in prompts if prompt.uid not in there]
+        uids = [prompt.uid for prompt in new]
+        await self._buffer.add(uids, [prompt.sessions or self._partition.n for prompt in new])
         if not uids:
             return
         if self._rollouts.policy.max_inflight:
@@ -426,7 +427,7 @@ class _Rollout:
     async def _run_call(self, whole: RolloutCall) -> None:
         rollouts = self._rollouts
         if rollouts.policy.max_inflight:
-            router, cost = rollouts.shared_router, self._partition.n
+            router, cost = rollouts.shared_router, num_sessions(whole.prompts)
             replica = router.choose(f"{self._partition.split}/{whole.prompts[0].row}", cost)
             try:
                 await self._send(replica, whole)

@@ -65,6 +65,8 @@ class TrainerParts:
     """The policy starts from other weights than the rollout has loaded: `PPOTrainer.resume` sends
     them also without a checkpoint."""
     train_order: PromptOrder
+    sessions: Callable[[int], int] | None = None
+    """Row of the training data -> responses to its prompt; None: `rollout.n` to each."""
     validation_size: int
     rollout: RolloutConfig
     actor: ActorConfig

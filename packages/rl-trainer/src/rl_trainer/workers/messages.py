@@ -17,6 +17,8 @@ class PromptRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
     uid: str
     row: int
+    sessions: int | None = None
+    """Its responses; None: as many as the partition says."""
 
 
 class ComputeCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +37,7 @@ class Partition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Data set of the prompts: train or val."""
     step: int
     n: int
-    """Responses per prompt."""
+    """Responses per prompt, of prompts that do not say otherwise."""
     sampling: SamplingParams
 
 
