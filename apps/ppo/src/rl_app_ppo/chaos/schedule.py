@@ -187,7 +187,7 @@ def make_schedule(seed: int, number: int, pace: Pace) -> Schedule:
 
 
 def _point(victim: Victim, fault: Fault, cycle: int, pace: Pace) -> FaultPoint | None:
-    """Where a fault strikes in a cycle; None: at an event."""
+    """The point of a cycle at which a fault is injected; None: it is injected at an event."""
     if fault in _ONLY_AT:
         return _ONLY_AT[fault]
     if fault is Fault.SLOW_DISK:

@@ -181,7 +181,7 @@ def _start(
 ) -> None:
     """Connect to the Ray at an address, or start one in `folder`; `stack` shuts it down.
 
-    After `ended` nobody unwinds `stack`, so that Ray is shut down at once.
+    After `ended` no caller unwinds `stack`, so Ray is shut down at once.
     """
     if folder is not None and fork_server is not None:
         requests = folder.with_name("fork")

@@ -90,7 +90,7 @@ def described_model(config: AppConfig) -> Path | None:
 
 
 def described_reference(config: AppConfig) -> Path | None:
-    """The same of the reference policy; None: it is the initial policy."""
+    """As `described_model`, of the reference policy; None: it is the initial policy."""
     if not config.reference.path:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Compares the kept batches of two runs, and what came of them."""
+"""Compares the kept batches of two runs, and their results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Differences between two batches, or between what came of them: names, places and both values."""
+"""Differences between two batches, or between their results: names, places and both values."""
 
 from __future__ import annotations
 

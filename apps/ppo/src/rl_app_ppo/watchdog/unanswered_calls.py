@@ -37,7 +37,7 @@ class OpenCall:
 
 @dataclass(slots=True)
 class CallLog:
-    """What the driver waits for: written by its event loop, read by other threads.
+    """The calls that the driver waits for; its event loop writes them, other threads read them.
 
     >>> log = CallLog()
     >>> with log.waiting("actor", "save", b""):

@@ -64,7 +64,7 @@ class RowKey(msgspec.Struct, frozen=True, order=True):
 
 @lru_cache(maxsize=2**15)
 def _parsed(text: str) -> RowKey:
-    """Each stage of a step parses the keys of the same rows."""
+    """Parse with a cache: each stage of a step parses the keys of the same rows."""
     found = _CANONICAL.fullmatch(text)
     if found is None:
         raise BatchError(f"Not a row key: {text!r}; expected 'uid{SEPARATOR}session{SEPARATOR}index' such as 'p7/3/0'.")

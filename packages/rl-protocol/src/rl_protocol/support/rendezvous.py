@@ -21,7 +21,7 @@ class RendezvousAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     port: int
     key: str
     """Random prefix of all keys of the store: a process that does not know it changes none. The
-    store and gloo themselves authenticate nobody."""
+    store and gloo do not authenticate their peers."""
 
 
 class RendezvousListener:

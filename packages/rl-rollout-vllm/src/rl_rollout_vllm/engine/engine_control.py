@@ -48,7 +48,7 @@ class EngineControl:
         await self._requests.abort_running()
 
     async def pause(self, mode: Literal["abort", "keep"]) -> None:
-        """Close admission, and abort or keep what runs."""
+        """Close admission, and abort or keep the running requests."""
         async with self._changing:
             self._admission.close("pause", "the engine is paused, call resume")
             if mode == "abort":

@@ -121,7 +121,7 @@ class UnreadWeights:
 
 
 def _own_rows(file: Any, name: str, target: torch.Tensor, world: World) -> torch.Tensor:
-    """What this rank has of a tensor in a file."""
+    """The part of a tensor in a file that this rank holds."""
     if not isinstance(target, DTensor) or not target.dim():
         return file.get_tensor(name)
     first = world.first_row(target.shape[0])

@@ -1,4 +1,4 @@
-"""The format of kept batches: what a step has trained on, and what came of it.
+"""The format of kept batches: what a step has trained on, and its results.
 
 A batch is written to a hidden folder and then renamed, so a folder with the name of a step is
 complete.
@@ -45,7 +45,7 @@ writing = partial(
 
 
 class KeptBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step has trained on, and what came of it. Unknown keys are ignored."""
+    """What a step has trained on, and its results. Unknown keys are ignored."""
 
     format: int = FORMAT
     step: int

@@ -252,7 +252,7 @@ class SideValidation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupCounts:
-    """What became of the prompts that were rolled out for training.
+    """Outcomes of the prompts that were rolled out for training.
 
     Attributes:
         finished: all of them, also those that were dropped while they were generated.

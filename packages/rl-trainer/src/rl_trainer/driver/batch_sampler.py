@@ -141,8 +141,8 @@ class Sampler:
         """Drop the turns that can't be trained in time if the next step trains `version`; their
         prompts are generated again.
 
-        The generation of those that are being sampled ends, and none that is older than the bound
-        leaves `sample` from now on.
+        Turns that are being sampled are cancelled, and from now on `sample` returns none that is
+        older than the bound.
         """
         ready, running = _oldest(batches.waiting(), version), self._started(batches.sampling)
         late = self._policy.too_late({**running, **ready}, version)
@@ -288,7 +288,7 @@ class Sampler:
         return result
 
     def sampling(self, *, trains: bool = True) -> SamplingParams:
-        """How responses are sampled; with `trains`, to train on them."""
+        """The sampling parameters of responses, which are trained on if `trains`."""
         routed = trains and ROUTED in self._parts.graph["rollout"].writes
         return self._parts.rollout.sampling(self._parts.loop.seed, routed_experts=routed)
 

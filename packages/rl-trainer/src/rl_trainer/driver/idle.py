@@ -62,11 +62,11 @@ class IdleClock:
         )
 
     def busy(self, role: Role) -> AbstractContextManager[None]:
-        """A worker of the role has a call."""
+        """Within it, a worker of the role answers a call."""
         return self._counted(self._busy, role)
 
     def because(self, cause: Cause) -> AbstractContextManager[None]:
-        """Roles that are idle within are so for this cause."""
+        """Within it, idle roles are idle for this cause."""
         return self._counted(self._causes, cause)
 
     @contextmanager

@@ -372,8 +372,8 @@ class _Rollout:
         return [lease for task, leases in self._calls.items() if not task.done() for lease in leases]
 
     async def _add(self, tasks: asyncio.TaskGroup, prompts: Sequence[PromptRef]) -> None:
-        """Add prompts to the buffer, and begin to wait for their permits, but for those that have a
-        group since before a restart.
+        """Add prompts to the buffer and begin to wait for their permits, except for those whose
+        groups are from before a restart.
         """
         self.prompts |= {prompt.uid: prompt.row for prompt in prompts}
         there = await self._rollouts.reuse(self._partition.name, prompts)

@@ -290,8 +290,8 @@ class PPOTrainer:
         self._parts.on_step(step, {**metrics, **validation.metrics, "timing_s/testing": seconds})
 
     async def _save(self, final: bool, score: Score) -> dict[str, float]:
-        """Begin a checkpoint where one is due; metrics of a finished one, and the time the loop
-        waited.
+        """Begin a checkpoint if one is due; returns metrics of a finished one, and the time that
+        the loop waited.
         """
         loop, writer = self._parts.loop, self._parts.checkpoints
         if writer is None:

@@ -29,8 +29,8 @@ class RecordFile:
     """Writes rows from a thread, each block as one gzip member with one system call.
 
     A process that is killed loses at most the rows of the last GATHER_S seconds. A file that can't
-    be written is given up with a warning; it never ends the run. Values of secret environment
-    variables are replaced by their names.
+    be written causes a warning and gets no more rows; the run continues. Values of secret
+    environment variables are replaced by their names.
 
     Lifecycle: the first `append` creates a new file, also beside one of an earlier attempt; `close`
     writes what is left.
@@ -50,7 +50,7 @@ class RecordFile:
         self._thread: threading.Thread | None = None
 
     def append(self, rows: Sequence[RecordRow]) -> None:
-        """Write the rows soon."""
+        """Let the thread write the rows."""
         self.append_later(lambda: rows)
 
     def append_later(self, make: Callable[[], Sequence[RecordRow]]) -> None:

@@ -1,4 +1,4 @@
-"""Generates responses side by side: prompts once, finished rows leave the batch."""
+"""Generates responses in a batch: each prompt is computed once, and finished rows are dropped."""
 
 from __future__ import annotations
 

@@ -251,7 +251,7 @@ class _RequestBatcher:
         return ended
 
     async def _attempt(self, kind: SessionKind, ref: SessionRef) -> list[Trajectory] | RLError | None:
-        """Run a session; None: it must start again, whatever became of it."""
+        """Run a session; None: its result or error is dropped, and it must start again."""
         handle = _SessionHandle(self, ref)
         try:
             ended = await self._run(kind, ref, handle)

@@ -49,7 +49,7 @@ class Route:
 
     @property
     def or_else(self) -> str:
-        """What the end of the lifeline of the controller may mean besides its end."""
+        """For messages: why the controller's lifeline may end while the controller runs."""
         return "" if self.here else " or can't be reached any more"
 
     def connect(self) -> Link:

@@ -43,7 +43,7 @@ class Connection(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StoredPut:
-    """A put as the metadata knows it: its record without the columns' bytes, and their places."""
+    """A put in the metadata: its record without the columns' bytes, and where these are."""
 
     number: int
     record: PutRecord

@@ -24,7 +24,7 @@ class PutRecord:
         generations: one number per row, unique in the plane.
         header, tags: stored as they are.
         columns: column name -> its contiguous bytes.
-        origin: where it comes from; None: nobody can ask for its outcome.
+        origin: where it comes from; None: no caller can ask for its outcome.
     """
 
     partition: str

@@ -152,7 +152,8 @@ def _identity(host: str, server: ProcessId) -> bytes:
 
 
 def prepare(connection: socket.socket) -> None:
-    """Small messages leave at once; a peer whose host is gone is noticed."""
+    """Set the options of a connection: small messages are sent at once, and the end of the peer's
+    host is detected."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)

@@ -22,8 +22,8 @@ from rl_protocol.routed_tokens import computed_lengths, experts_at_places
 class RouterReplay:
     """Makes the router of a layer take given experts.
 
-    Megatron calls it in place of its own class of this name, which has no tokens whose experts the
-    router chooses. The weights of the experts are computed from the router's own logits.
+    Replaces Megatron's class of this name, which needs given experts for every token. The weights
+    of the experts are computed from the router's own logits.
 
     Attributes:
         given: int64 [tokens, K], the experts of the next forward pass; -1, or None everywhere: the

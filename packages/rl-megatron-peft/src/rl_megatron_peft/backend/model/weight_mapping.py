@@ -34,8 +34,10 @@ ExportedValue = Callable[[str, torch.nn.Parameter], torch.Tensor]
 
 
 class WeightMapping(Protocol):
-    """Both methods are collectives over the ranks that share a replica of the model, experts
-    included."""
+    """Converts weights between a checkpoint and the parameters of all ranks.
+
+    Both methods are collectives over the ranks that share a replica of the model, experts included.
+    """
 
     def load(self, model: GPTModel) -> None:
         """Fill this rank's parameters from the checkpoint, except those of adapters."""

@@ -29,7 +29,7 @@ class BatchCounts:
 def add_masked(means: WeightedMeans, values: Mapping[str, torch.Tensor], mask: torch.Tensor) -> None:
     """Add the sums of the unmasked elements of values [T], weighted by their number.
 
-    A GPU is waited for twice, however many values there are.
+    Synchronizes with a GPU twice, however many values there are.
     """
     kept = torch.arange(len(mask), device=mask.device)[mask]
     sums = [value.detach().index_select(0, kept).sum().double() for value in values.values()]

@@ -56,7 +56,7 @@ class ExpertRouting:
 
     @contextmanager
     def recording(self) -> Generator[list[torch.Tensor | None]]:
-        """Within it, the experts of the last forward pass [tokens, top_k], for each layer."""
+        """Record the experts of the last forward pass [tokens, top_k] of each layer in the list."""
         chosen: list[torch.Tensor | None] = [None] * self.layers
         self._chosen = chosen
         try:

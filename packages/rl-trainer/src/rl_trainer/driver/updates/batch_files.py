@@ -69,7 +69,7 @@ class BatchFiles:
         self._copied = trajectories, prompts, rows, saved.files
 
     async def publish(self, step: int, version: int, critic_updates: int, metrics: Mapping[str, float]) -> None:
-        """Keep the batch, with what came of it.
+        """Keep the batch and its results.
 
         Args:
             step: number of the step.
@@ -111,7 +111,7 @@ async def state_digests(workers: Workers, timeout_s: float) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retrained:
-    """What came of a step that was trained again."""
+    """Results of a step that was trained again."""
 
     step: int
     metrics: Mapping[str, float]
@@ -136,7 +136,7 @@ class BatchTrainer:
         self._runner = StageRunner(timeout_s)
 
     async def train(self, checkpoint: Checkpoint | None, folder: Path, batches: Sequence[KeptBatch]) -> list[Retrained]:
-        """Train batches one after the other; returns the state before the first, and what came of
+        """Train batches one after the other; returns the state before the first, and the results of
         each.
 
         Args:

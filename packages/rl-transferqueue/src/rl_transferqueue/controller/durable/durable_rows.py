@@ -65,7 +65,7 @@ class Outcomes(Protocol):
         ...
 
     def short(self) -> None:
-        """A read waits for memory."""
+        """A read began to wait for memory."""
         ...
 
 
@@ -81,8 +81,8 @@ class _Change:
 
 @dataclass(slots=True)
 class DurableRows:
-    """Writes each put to the journal before it is applied, so that nobody sees a row that a crash
-    may lose.
+    """Writes each put to the journal before it is applied, so that no caller sees a row that a
+    crash may lose.
 
     A clear is applied at once, and answered when it is durable. While a put is being written, other
     puts and clears of its rows wait. Rows can leave memory; they come back from the journal when

@@ -44,9 +44,9 @@ class RowLoad:
     puts: list[ReadPut] | None = None
     """Puts that are not loaded yet; None: the journal is still being read."""
     left: bool = False
-    """Nobody waits for it any more."""
+    """Its caller no longer waits for it."""
     short: bool = False
-    """It has found no memory."""
+    """It waits for memory."""
 
 
 @dataclass(slots=True)
@@ -79,16 +79,16 @@ class RowLoads:
         return bool(self._waiting) and self._waiting[0].short
 
     def start(self, partition: str, keys: Sequence[str], fields: Sequence[str], done: Loaded) -> RowLoad:
-        """Bring these columns from the journal to memory, as soon as there is room; then call
-        `done`, with the error that prevented it or None, unless the load was left."""
+        """Read these columns from the journal into memory, as soon as there is room; then call
+        `done` with None, or with the error that prevented it, unless the load was left."""
         load = RowLoad(partition, keys, fields, done)
         self._waiting.append(load)
         self._read(load, self._away(load))
         return load
 
     def leave(self, load: RowLoad) -> None:
-        """Nobody waits for the load any more; what it has loaded stays. `continue_loading` must
-        follow."""
+        """Drop a load whose caller no longer waits; what it has loaded stays. Call
+        `continue_loading` afterwards."""
         load.left = True
         if load in self._waiting:
             self._waiting.remove(load)
@@ -111,8 +111,8 @@ class RowLoads:
             self._waiting.popleft().done(None)
 
     def make_room(self, take: Callable[[], Span | None]) -> Span | None:
-        """What `take` returns once enough blocks have left memory, those used longest ago first;
-        None: the others are held by leases, or by the load that waits first."""
+        """Evict blocks, those used longest ago first, until `take` returns a span; returns it.
+        None: the other blocks are held by leases, or by the first load that waits."""
         span = take()
         if span is not None:
             return span

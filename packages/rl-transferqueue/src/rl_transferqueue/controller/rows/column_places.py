@@ -72,8 +72,8 @@ class ColumnPlaces:
         return moved
 
     def unload(self, slots: Ints, block: int | None = None) -> Places:
-        """The columns of the rows leave memory, or those of them in one block; returns where they
-        were."""
+        """Move the columns of the rows out of memory, or those of them in one block; returns where
+        they were."""
         before: Places = []
         for cells in self._families:
             there = slots[cells.block[slots] > 0 if block is None else cells.block[slots] == block]
@@ -112,13 +112,13 @@ class ColumnPlaces:
         return loaded
 
     def remove(self, slots: Ints, keys: Iterable[str]) -> Places:
-        """The rows are cleared; returns where their cells lay."""
+        """Remove the rows; returns where their cells were."""
         for key in keys if self.lost else ():
             self.lost.pop(key, None)
         return [(_overwrite(cells, slots, 0), cells.columns) for cells in self._families]
 
     def lose(self, blocks: Ints, keys_of: Callable[[Ints], Sequence[str]]) -> Ints:
-        """The blocks are gone with all cells in them; returns the rows that lost columns."""
+        """Drop all cells in blocks that are gone; returns the rows that lost columns."""
         hit: list[Ints] = []
         for cells in self._families:
             slots = np.flatnonzero(np.isin(cells.block, blocks))
@@ -193,7 +193,7 @@ class ColumnPlaces:
 
 
 def _overwrite(cells: Cells, slots: Ints, block: int) -> Ints:
-    """The cells lie in `block` from now on; returns the blocks where they lay."""
+    """Set the block of the cells; returns the blocks in which they were."""
     if slots.size == 1:
         slot = int(slots[0])
         was = int(cells.block[slot])

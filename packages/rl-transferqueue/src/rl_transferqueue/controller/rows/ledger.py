@@ -194,7 +194,7 @@ class Ledger:
         self._next_generation = max(self._next_generation, last + 1)
 
     def restore_consumption(self, partition: str, task: str, generations: Ints) -> None:
-        """The task has consumed those of the rows that are there; nobody waits yet."""
+        """Mark those of the rows that are there as consumed by the task; no caller waits yet."""
         table = self._partitions.find(partition)
         if table is not None:
             table.consumption.mark(table.find_generations(generations), task, True)

@@ -140,7 +140,7 @@ class Waiters:
         return served + self.serve_watchers(partition)
 
     def serve_watchers(self, partition: str) -> Served:
-        """Rows have changed: serve watchers that see it."""
+        """Serve the watchers that see a change of rows."""
         served: Served = []
         if partition not in self._waiting:
             return served
