@@ -10,6 +10,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 from peft import LoraConfig, get_peft_model
+from relative import apart
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -173,7 +174,7 @@ def test_an_adapter_is_answered_with_the_command_that_merges_it_which_does(base,
     merged, ids = AutoModelForCausalLM.from_pretrained(out), torch.arange(8)[None]
     with torch.no_grad():
         # compares with peft itself, before merging
-        torch.testing.assert_close(merged(ids).logits, adapted(ids).logits)
+        assert apart(merged(ids).logits, adapted(ids).logits) < 1e-5
         plain = AutoModelForCausalLM.from_pretrained(base)(ids).logits
     assert (merged(ids).logits - plain).abs().max() > 0.01
     assert (out / "tokenizer.json").exists()
