@@ -10,6 +10,7 @@ from pathlib import Path
 from rl_protocol.errors import BatchError, WireError
 from rl_protocol.support.host_identity import this_host
 from rl_transferqueue.controller.block_cleanup import BlockCleanup
+from rl_transferqueue.controller.controller_spec import ControllerSpec
 from rl_transferqueue.controller.durable.absent_sessions import AbsentSessions
 from rl_transferqueue.controller.durable.consumed_rows import ConsumedRows
 from rl_transferqueue.controller.durable.durable_rows import DurableRows
@@ -51,82 +52,49 @@ class Controller:
     """One controller. Lifecycle: it serves while its `reactor` runs, until `close`.
 
     Args:
-        address: path of the unix socket to listen on.
-        units: paths of the storage units' sockets.
-        unit_bytes: capacity of every unit.
-        segment: bytes of memory that a unit touches ahead of need, in one step.
-        hosts: of the plane at most; each has so many units, which join for the others.
-        stored: blocks lie in a backend's stores and not in arenas.
-        journal: folder of the journal; None: nothing survives.
-        every_put: commit every put by itself.
-        verify: compare rows in memory with the digests of their puts; needs a journal.
-        incarnation: counts the controllers of this plane from 1; those after the first continue the
-            sessions of the one before.
-        consumed: file of the consumed rows, for a successor; None: there will be none.
-        descriptor: file of the plane's descriptor, which clients of other hosts ask for when they
-            look for a successor; None: there will be none.
-        successor_s: seconds that clients have to come back to a successor.
+        spec: sockets, sizes and journal.
 
     Raises:
         ConfigError, OutputError: the journal can't be used.
     """
 
-    def __init__(
-        self,
-        address: str,
-        units: Sequence[str],
-        unit_bytes: int,
-        segment: int,
-        *,
-        hosts: int = 1,
-        stored: bool = False,
-        journal: Path | None = None,
-        every_put: bool = False,
-        verify: bool = False,
-        incarnation: int = 1,
-        consumed: Path | None = None,
-        descriptor: Path | None = None,
-        successor_s: float = 0.0,
-    ) -> None:
+    def __init__(self, spec: ControllerSpec) -> None:
         self.reactor = Reactor()
-        self._most_units = hosts * len(units)
+        self._spec = spec
+        self._most_units = spec.hosts * len(spec.units)
         self._key: PlaneKey | None = None
-        self._epochs = SharedEpochs(self._most_units * unit_bytes // ALIGN + 1)
-        self._incarnation = incarnation
-        self._ledger = Ledger(self._epochs, incarnation)
-        self._capacity = Capacity(len(units), unit_bytes, this_host())
-        self._units = StorageUnits(self.reactor, units, segment, self._lose_unit)
+        self._epochs = SharedEpochs(self._most_units * spec.unit_bytes // ALIGN + 1)
+        self._ledger = Ledger(self._epochs, spec.incarnation)
+        self._capacity = Capacity(len(spec.units), spec.unit_bytes, this_host())
+        self._units = StorageUnits(self.reactor, spec.units, spec.segment, self._lose_unit)
         handlers: dict[type, Handler] = {}
         self.server = Server(
             self.reactor,
-            address,
+            spec.address,
             handlers,
             on_received=self._received,
             on_end=self._disconnected,
-            incarnation=incarnation,
+            incarnation=spec.incarnation,
         )
         blocks = self._ledger.blocks
         self._sessions = Sessions(self.reactor, self._died)
         self._memory = MemoryRequests(
-            self._capacity, self._units, self._sessions, blocks, self.server, fence_all=stored
+            self._capacity, self._units, self._sessions, blocks, self.server, fence_all=spec.stored
         )
         self._cleanup = BlockCleanup(
-            self._ledger, self._capacity, self._units, self.server, self._memory.serve, stored=stored
+            self._ledger, self._capacity, self._units, self.server, self._memory.serve, stored=spec.stored
         )
         self._rows = RowRequests(self._ledger, self._capacity, self._memory, self._cleanup, self._sessions, self.server)
         self._session_requests = SessionRequests(
             self._sessions, blocks, self._capacity, self._rows, self._memory, self._cleanup, self._units
         )
-        self._session_requests.incarnation = incarnation
+        self._session_requests.incarnation = spec.incarnation
         self._journal = (
-            JournalThread(self.reactor, journal, each=every_put, successor=incarnation > 1)
-            if journal is not None
+            JournalThread(self.reactor, Path(spec.journal), each=spec.every_put, successor=spec.incarnation > 1)
+            if spec.journal
             else None
         )
-        self._rows.consumed = ConsumedRows(consumed) if consumed is not None else None
-        self._descriptor = descriptor
-        self._successor_s = successor_s
-        self._verify = verify
+        self._rows.consumed = ConsumedRows(Path(spec.consumed)) if spec.consumed else None
         self._arenas: dict[int, mmap] = {}
         self._arena_fds: dict[int, int] = {}
         handlers.update(self._session_requests.handlers)
@@ -136,7 +104,7 @@ class Controller:
         handlers[GetMetrics] = self._metrics
         handlers[JoinUnits] = self._join
         handlers[FindController] = self._find
-        self._joined = len(units)
+        self._joined = len(spec.units)
 
     @property
     def shared_memory(self) -> tuple[int, int]:
@@ -199,7 +167,7 @@ class Controller:
                     self._bytes_of,
                     self.server,
                     self._rows,
-                    verify=self._verify,
+                    verify=self._spec.verify,
                     keep_origins=self._rows.consumed is not None,
                 )
                 self._memory.first = self._rows.durable.loads.continue_loading
@@ -207,7 +175,7 @@ class Controller:
                 callback()
 
         for unit in self._units:
-            self._units.send(unit, DescribeMemory(self._incarnation), partial(described, unit))
+            self._units.send(unit, DescribeMemory(self._spec.incarnation), partial(described, unit))
 
     def _restore(self, recovered: Recovered) -> None:
         answers: dict[bytes, dict[int, bytes]] = {}
@@ -218,7 +186,7 @@ class Controller:
         restore(recovered, self._ledger, consumed.all() if consumed is not None else ())
         if consumed is not None:
             end = partial(self._rows.end_absent, consumed)
-            absent = self._session_requests.absent = AbsentSessions(self.reactor, self._successor_s, end)
+            absent = self._session_requests.absent = AbsentSessions(self.reactor, self._spec.successor_s, end)
             for session, process in consumed.awaited().items():
                 absent.wait_for(session, process)
 
@@ -259,9 +227,9 @@ class Controller:
         return Done()
 
     def _find(self, *_: object) -> FoundController:
-        if self._descriptor is None:
+        if not self._spec.descriptor:
             raise WireError("The controller of this plane has no successor (start_local_plane(successor_s)).")
-        return FoundController(self._incarnation, PlaneDescriptor.load(self._descriptor))
+        return FoundController(self._spec.incarnation, PlaneDescriptor.load(Path(self._spec.descriptor)))
 
     def _stats(self, *_: object) -> Stats:
         contents, used = self._ledger.contents(), self._ledger.blocks.used

@@ -18,6 +18,7 @@ from rl_transferqueue.backends import BUILT_IN, check_backend
 from rl_transferqueue.client.client import connect
 from rl_transferqueue.client.deadline import deadline_after
 from rl_transferqueue.config import TransferQueueConfig
+from rl_transferqueue.controller.controller_spec import ControllerSpec
 from rl_transferqueue.journal.disk_journal import check_journal
 from rl_transferqueue.launch.server_children import (
     ServerChild,
@@ -30,7 +31,7 @@ from rl_transferqueue.launch.server_children import (
     unit_specs,
     wait_ready,
 )
-from rl_transferqueue.launch.server_specs import ControllerSpec, Ready, Recovery, UnitSpec, heartbeat_file
+from rl_transferqueue.launch.server_specs import Ready, Recovery, UnitSpec, heartbeat_file
 from rl_transferqueue.launch.server_threads import ServerThreads
 from rl_transferqueue.transport.addresses import check_ports, listen_address, split_endpoint
 from rl_transferqueue.transport.plane_secret import load_key

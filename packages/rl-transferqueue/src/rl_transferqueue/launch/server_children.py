@@ -20,7 +20,8 @@ from rl_protocol.support.host_identity import this_host
 from rl_protocol.support.temporary_folders import temporary_folder
 from rl_transferqueue.client.deadline import deadline_after, seconds_until
 from rl_transferqueue.config import TransferQueueConfig
-from rl_transferqueue.launch.server_specs import ControllerSpec, Ready, ServeConfig, UnitSpec
+from rl_transferqueue.controller.controller_spec import ControllerSpec
+from rl_transferqueue.launch.server_specs import Ready, ServeConfig, UnitSpec
 from rl_transferqueue.transport.unix_link import socket_path
 from rl_transferqueue.wire.descriptor import RUNTIME_PREFIX, UnitAddress
 from rl_transferqueue.wire.process_liveness import this_process

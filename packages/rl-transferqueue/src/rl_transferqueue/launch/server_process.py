@@ -12,7 +12,6 @@ import logging
 import os
 import shutil
 import sys
-from pathlib import Path
 from typing import TypeAlias
 
 import msgspec
@@ -23,8 +22,8 @@ from rl_protocol.support.heartbeat import beat
 from rl_protocol.support.stack_dumps import dump_at_signal
 from rl_transferqueue.backends import BUILT_IN, Share
 from rl_transferqueue.controller.controller import Controller
+from rl_transferqueue.controller.controller_spec import ControllerSpec
 from rl_transferqueue.launch.server_specs import (
-    ControllerSpec,
     Ready,
     Recovery,
     ServeConfig,
@@ -84,21 +83,7 @@ def build(spec: UnitSpec | ControllerSpec) -> Role:
             share = Share(spec.plane, spec.index, spec.capacity, spec.backend_address)
             return BackendUnit(spec.address, spec.backend, share)
         return StorageUnit(spec.address, spec.capacity, spec.segment, joins=spec.joins)
-    return Controller(
-        spec.address,
-        spec.units,
-        spec.unit_bytes,
-        spec.segment,
-        hosts=spec.hosts,
-        stored=spec.stored,
-        journal=Path(spec.journal) if spec.journal else None,
-        every_put=spec.every_put,
-        verify=spec.verify,
-        incarnation=spec.incarnation,
-        consumed=Path(spec.consumed) if spec.consumed else None,
-        descriptor=Path(spec.descriptor) if spec.descriptor else None,
-        successor_s=spec.successor_s,
-    )
+    return Controller(spec)
 
 
 def listen(role: Role, spec: UnitSpec | ControllerSpec) -> Endpoints:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from rl_transferqueue.controller.controller_spec import ControllerSpec
 from rl_transferqueue.wire.process_liveness import ProcessId
 
 
@@ -26,40 +27,6 @@ class UnitSpec(msgspec.Struct, frozen=True, tag=True):
     any free ports."""
     joins: bool = False
     """Whether the controller is on another host."""
-
-
-class ControllerSpec(msgspec.Struct, frozen=True, tag=True):
-    """Serve the controller; `unit_bytes` is the capacity of every unit."""
-
-    address: str
-    units: tuple[str, ...]
-    unit_bytes: int
-    segment: int
-    hosts: int
-    """Hosts of the plane at most."""
-    stored: bool
-    """Whether blocks are in a backend's stores."""
-    listen: str = ""
-    """Numeric address for clients of other hosts; empty: none."""
-    port: int = 0
-    """Port for control messages; 0: any free one."""
-    bulk_port: int = 0
-    """Port for bytes; 0: any free one."""
-    journal: str = ""
-    """Folder of the journal; empty: none."""
-    every_put: bool = False
-    """Whether the journal commits every put by itself."""
-    verify: bool = False
-    """Whether rows are compared with the digests of their puts."""
-    incarnation: int = 1
-    """Counts the controllers of the plane."""
-    consumed: str = ""
-    """File of the consumed rows, for a successor; empty: there will be none."""
-    descriptor: str = ""
-    """File of the plane's descriptor, for clients of other hosts; empty: there will be no
-    successor."""
-    successor_s: float = 0.0
-    """Seconds that clients have to come back to a successor."""
 
 
 class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -12,7 +12,8 @@ import threading
 from collections.abc import Sequence
 
 from rl_protocol.errors import RLError
-from rl_transferqueue.launch.server_specs import ControllerSpec, Ready, UnitSpec
+from rl_transferqueue.controller.controller_spec import ControllerSpec
+from rl_transferqueue.launch.server_specs import Ready, UnitSpec
 from rl_transferqueue.wire.process_liveness import add_lifeline, pop_lifeline
 
 _JOIN_S = 5.0
