@@ -7,7 +7,7 @@ export interface Curve { title: string; metrics: [name: string | RegExp, label: 
 export const CURVES: Curve[] = [
   { title: "Accuracy", what: "share of correct answers", metrics: [[/^val-core\/.*\/acc\/mean@\d+$/, "validation"], ["critic/acc/mean", "training"]] },
   { title: "Reward", what: "score of a response", metrics: [["critic/score/mean", "mean"], ["critic/rewards/mean", "with penalties"]] },
-  { title: "KL", what: "nats per token", metrics: [["actor/ppo_kl", "within the step"], ["actor/kl_loss", "to reference"], ["actor/ref_kl", "to reference, by adv"]] },
+  { title: "KL", what: "nats per token", metrics: [["actor/ref_kl", "to reference"], ["actor/reward_kl_penalty", "to reference, in the reward"], ["actor/kl_loss", "to reference, in the loss"], ["actor/ppo_kl", "within the step"]] },
   { title: "Entropy", what: "nats per token", metrics: [["actor/entropy", "policy"]] },
   { title: "Response length", what: "tokens", metrics: [["response_length/mean", "mean"], ["response_length/max", "longest"]] },
   { title: "Rollout/trainer gap", what: "difference of probabilities", metrics: [["training/rollout_probs_diff_mean", "mean"], ["training/rollout_probs_diff_max", "largest"]] },
