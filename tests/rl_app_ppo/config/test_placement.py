@@ -378,6 +378,19 @@ def test_gpus_are_shared_only_by_replicas_that_fit_and_give_memory_back(override
         load_config([*SHARED, *overrides])
 
 
+@pytest.mark.parametrize(
+    ("overrides", "engine"),
+    [
+        (["placement=separate"], "shm"),
+        (["placement=separate", "trainer.nnodes=2"], "tcp"),
+        (["placement=separate", "trainer.nnodes=2", "checkpoint_engine.backend=disk"], "disk"),
+        (["model_engine=fsdp", "fsdp.world_size=2", "placement=fused", "trainer.nnodes=2"], "naive"),
+    ],
+)
+def test_with_several_hosts_weights_reach_all_of_them_by_default(overrides, engine):
+    assert load_config(overrides).checkpoint_engine.backend == engine
+
+
 def test_a_text_of_a_file_means_what_it_means_elsewhere(tmp_path):
     file = tmp_path / "quoted.yaml"
     file.write_text("rollout: {share_gpus: 'false', tensor_model_parallel_size: '2'}\n")

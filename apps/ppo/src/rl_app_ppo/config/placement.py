@@ -21,6 +21,7 @@ AUTO = "auto"
 NAMED = {"separate": "", "fused": "actor+ref+rollout+critic"}
 """Value of `placement` -> the groups that it stands for."""
 IN_PROCESS = "naive"
+ACROSS_HOSTS = "tcp"
 """Weight engine of an actor and a rollout in one process."""
 MODELS = "actor+ref+critic"
 """The group of all trained models."""
@@ -179,6 +180,13 @@ def placement_defaults(placement: Sequence[str], ranks: int) -> dict[str, object
     if not rollout_in_actor(placement):
         return {}
     return {"rollout.num_workers": ranks, "checkpoint_engine.backend": IN_PROCESS}
+
+
+def host_defaults(chosen: Mapping[str, object], placement: Sequence[str]) -> dict[str, object]:
+    """Values of other keys that several hosts need: a weight engine that reaches all of them."""
+    nodes = chosen.get("trainer.nnodes", 1)
+    several = isinstance(nodes, int) and nodes > 1 and not rollout_in_actor(placement)
+    return {"checkpoint_engine.backend": ACROSS_HOSTS} if several else {}
 
 
 def shared_gpu_defaults(chosen: Mapping[str, object], ranks: int) -> dict[str, object]:
