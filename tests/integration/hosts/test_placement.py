@@ -9,14 +9,18 @@ import pytest
 from app_runs import processes_of
 from safetensors.numpy import load_file
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 PINNED = ("trainer.threads_per_worker=1", "actor.use_kl_loss=true", "actor.optim.lr=1e-3", "rollout.num_workers=1")
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 @pytest.mark.parametrize(
-    ("placement", "process"),
-    [("fused", "actor_ref_{}rollout"), ("actor+ref", "actor_ref")],
+    ("algorithm", "placement", "process"),
+    [
+        pytest.param("ppo", "fused", "actor_ref_{}rollout", marks=pytest.mark.slow),
+        pytest.param("grpo", "actor+ref", "actor_ref", marks=pytest.mark.slow),
+        pytest.param("grpo", "fused", "actor_ref_{}rollout", marks=pytest.mark.nightly),
+        pytest.param("ppo", "actor+ref", "actor_ref", marks=pytest.mark.nightly),
+    ],
 )
 def test_roles_in_one_process_learn_what_separate_ones_do(app, algorithm, placement, process):
     weights = {}
@@ -34,6 +38,7 @@ def test_roles_in_one_process_learn_what_separate_ones_do(app, algorithm, placem
         np.testing.assert_array_equal(together[key], value, err_msg=key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "other", "roles"),
     [

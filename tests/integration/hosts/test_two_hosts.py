@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from two_namespaces import HEAD, OTHER, PORT, namespaces, private_cluster, run_in, two_nodes_in
 from two_nodes import two_nodes
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 RANKS = (
     *("trainer.deterministic=true", "trainer.threads_per_worker=1", "model_engine=fsdp", "fsdp.world_size=2"),
     *("fsdp.device=cpu", "placement=actor+ref", "rollout.num_workers=2", "actor.use_kl_loss=true"),
@@ -51,6 +51,7 @@ def assert_equal(weights: dict[str, np.ndarray], wanted: dict[str, np.ndarray], 
         np.testing.assert_array_equal(weights[name], value, err_msg=name)
 
 
+@pytest.mark.slow
 def test_two_nodes_learn_what_one_host_does(app, cluster, base_model, monkeypatch):
     alone = app(*RANKS, "trainer.run_name=one")
     more = ("transfer_queue.listen=127.0.0.1", "checkpoint_engine.backend=tcp", f"ray.address={cluster}")
@@ -66,6 +67,7 @@ def test_two_nodes_learn_what_one_host_does(app, cluster, base_model, monkeypatc
     assert_equal(learned(folder, "two"), learned(folder, "one"), load_file(base_model / "model.safetensors"))
 
 
+@pytest.mark.nightly
 def test_ranks_that_train_on_rows_of_their_own_host_move_fewer_bytes_between_hosts(app, cluster, monkeypatch):
     """Between two hosts of one machine bytes go through loopback."""
     more = ("trainer.nnodes=2", "transfer_queue.listen=127.0.0.1", "checkpoint_engine.backend=tcp")
@@ -79,6 +81,7 @@ def test_ranks_that_train_on_rows_of_their_own_host_move_fewer_bytes_between_hos
     assert crossed[1] < 0.8 * crossed[0]
 
 
+@pytest.mark.slow
 def test_two_network_namespaces_learn_what_one_host_does(app, base_model, tmp_path, monkeypatch):
     """Ranks and the ends of the weight sync find the cable by the way to the head of Ray: loopback
     leads to no other process.

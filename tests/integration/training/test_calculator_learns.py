@@ -12,9 +12,14 @@ from rl_app_ppo.demo.calculator_chats import LLAMA3, QWEN
 ACCURACY = "val-core/three_digit_multiplication/acc/mean@1"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("demo", "chat"), [("calculator", QWEN), ("calculator_llama3", LLAMA3)])
+@pytest.mark.parametrize(
+    ("demo", "chat"),
+    [
+        pytest.param("calculator", QWEN, marks=pytest.mark.slow),
+        pytest.param("calculator_llama3", LLAMA3, marks=pytest.mark.nightly),
+    ],
+)
 def test_the_score_rises_because_of_the_tool(app, calculator_models, demo, chat):
     """The policy calls the tool in the dialect of its chat template."""
     common = (
