@@ -75,6 +75,7 @@ def test_ranks_with_a_rollout_in_each_process_learn_what_separate_rollouts_do(ap
         np.testing.assert_array_equal(together[key], value, err_msg=key)
 
 
+@pytest.mark.slow
 def test_the_reward_in_the_process_of_the_first_rank_learns_what_a_separate_one_does(app):
     ranks = ("model_engine=fsdp", "fsdp.world_size=2", "fsdp.device=cpu", "trainer.val_before_train=false")
     weights = {}
@@ -92,6 +93,7 @@ def test_the_reward_in_the_process_of_the_first_rank_learns_what_a_separate_one_
         np.testing.assert_array_equal(together[key], value, err_msg=key)
 
 
+@pytest.mark.slow
 def test_the_rollout_in_the_actors_process_gets_every_version(app):
     done = app("placement=fused", "trainer.total_training_steps=3")
     assert done.code == 0, done.err
