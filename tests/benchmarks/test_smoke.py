@@ -26,6 +26,8 @@ OF_THE_APP = {
     "bench_trainer.py",
 }
 """Scripts that run the app, here with few steps and a cached model."""
+LONG = OF_THE_APP - {"bench_trainer.py"}
+"""Scripts that run in the nightly suite."""
 LITTLE = (
     "data.val_size=32",
     "data.train_batch_size=8",
@@ -47,8 +49,13 @@ def test_every_script_that_measures_has_a_tiny_mode():
         assert '"--smoke"' in (BENCHMARKS / name).read_text(), name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(set(scripts()) - NO_MEASUREMENT - BY_NAME - WITH_VLLM))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.nightly if name in LONG else pytest.mark.slow)
+        for name in sorted(set(scripts()) - NO_MEASUREMENT - BY_NAME - WITH_VLLM)
+    ],
+)
 def test_it_runs(name: str, script: Callable[..., str], request: pytest.FixtureRequest):
     if re.search(r"^from peers.transferqueue", (BENCHMARKS / name).read_text(), re.MULTILINE):
         request.getfixturevalue("bench_group")
