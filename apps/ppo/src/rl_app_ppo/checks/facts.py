@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 from rl_app_ppo.checks.machine import gpu_memory, gpus_found
+from rl_app_ppo.checks.role_memory import ModelSize
 from rl_app_ppo.checks.weight_engine import check_sync
 from rl_app_ppo.config.devices import PlannedProcess, plan_processes
 from rl_app_ppo.config.loading import algorithm_label
 from rl_app_ppo.config.model_path import described_model, given_model, model_context, read_json
-from rl_app_ppo.config.placement import rollout_in_actor
+from rl_app_ppo.config.placement import Role, rollout_in_actor
 from rl_app_ppo.config.schema import LOCAL, AppConfig
 from rl_app_ppo.demo.demos import DEMOS
 from rl_app_ppo.demo.settings import ModelSettings
@@ -75,6 +76,13 @@ class Facts:
     def described(self) -> Path | None:
         """Folder with the config.json of the model, which may have no weights; None: the demo's."""
         return described_model(self.config)
+
+    @cached_property
+    def role_sizes(self) -> Callable[[Role], ModelSize]:
+        """The sizes of the model that a role has."""
+        from rl_app_ppo.checks.process_memory import role_sizes  # torch
+
+        return role_sizes(self.described, self.config)
 
     @cached_property
     def model_config(self) -> Mapping[str, Any]:

@@ -91,9 +91,7 @@ def make_plan(config: AppConfig, plugins: PluginPolicy) -> Plan:
     for found in checks:
         if found.what in ("address space", "engines", "devices") and found.level == "error":
             raise ConfigError(found.text)
-    from rl_app_ppo.checks.process_memory import role_sizes  # torch, which the address space has room for
-
-    sizes = role_sizes(facts.described, config)
+    sizes = facts.role_sizes  # imports torch, which the address space has room for
     size = sizes("actor")
     return Plan(
         weights=size.weights,

@@ -67,13 +67,13 @@ def role_sizes(path: Path | None, config: AppConfig) -> Callable[[Role], ModelSi
 
 
 def check_host_memory(
-    path: Path | None, config: AppConfig, planned: Sequence[PlannedProcess], available: int
+    sizes: Callable[[Role], ModelSize], config: AppConfig, planned: Sequence[PlannedProcess], available: int
 ) -> str | None:
     """Check that the largest forward passes of the processes on the CPU, and their caches, fit into
     this machine's memory beside the models.
 
     Args:
-        path: as in `role_sizes`.
+        sizes: of the model that a role has.
         config: the configuration of the run.
         planned: its processes.
         available: bytes of memory for new processes.
@@ -84,7 +84,6 @@ def check_host_memory(
     Raises:
         ConfigError: they need more; names the largest parts, and the keys that bound them.
     """
-    sizes = role_sizes(path, config)
     parts = {
         f"{process.name} {role} {part}": count
         for process in planned

@@ -205,7 +205,7 @@ def _host_memory(facts: Facts) -> str | None:
         return "not estimated for models that see images"
     from rl_app_ppo.checks.process_memory import check_host_memory  # torch
 
-    return check_host_memory(facts.described, facts.config, facts.planned, available_bytes())
+    return check_host_memory(facts.role_sizes, facts.config, facts.planned, available_bytes())
 
 
 def _idle_gpus(facts: Facts) -> None:
