@@ -26,7 +26,7 @@ OF_THE_APP = {
     "bench_trainer.py",
 }
 """Scripts that run the app, here with few steps and a cached model."""
-LONG = OF_THE_APP - {"bench_trainer.py"}
+LONG = OF_THE_APP - {"bench_trainer.py"} | {"bench_memory.py", "bench_metadata.py", "bench_weight_sync.py"}
 """Scripts that run in the nightly suite."""
 LITTLE = (
     "data.val_size=32",
@@ -63,7 +63,7 @@ def test_it_runs(name: str, script: Callable[..., str], request: pytest.FixtureR
     assert script(name, "--smoke", *(f"--set={override}" for override in overrides)).strip()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_data_plane_over_tcp(bench_group: None, script: Callable[..., str]):
     assert "TCP get, every page touched" in script("bench_data_plane.py", "--tcp", "--smoke")
 
@@ -94,7 +94,7 @@ def test_the_controller_bottleneck(script: Callable[..., str]):
     assert [plane for plane in planes if f"'plane': '{plane}'" in printed] == planes
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_choice_of_a_backend_works_with_what_is_installed_and_says_what_is_missing(script: Callable[..., str]):
     printed = script("choose_backend.py", "--smoke")
     assert "recommended: " in printed

@@ -59,8 +59,9 @@ LONG = (
 )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("on_update", ["continue", "abort"])
+@pytest.mark.parametrize(
+    "on_update", [pytest.param("continue", marks=pytest.mark.slow), pytest.param("abort", marks=pytest.mark.nightly)]
+)
 def test_new_weights_take_over_the_responses_that_are_being_generated(app, on_update):
     done = app(*ASYNC, *LONG, f"async_rl.on_update={on_update}", "trainer.total_training_steps=6")
     assert done.code == 0, done.err
@@ -127,8 +128,10 @@ COMBINED = {
 AGES = tuple(f"training/off_policy/trajectory_{name}" for name in ("spans", "staleness", "staleness_worst"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", COMBINED)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.nightly if "turns" in kind else pytest.mark.slow) for kind in COMBINED],
+)
 def test_all_kinds_of_training_run_ahead_and_lose_no_group(app, request, kind):
     model = [f"model.path={request.getfixturevalue('calculator_model')}"] if "turns" in kind else []
     done = app(
@@ -164,7 +167,8 @@ def parameters(folder):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("bound", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("bound", [1, 2])
 def test_a_run_whose_driver_is_killed_ends_with_the_parameters_of_one_that_was_not(
     app, tmp_path, mark, base_model, bound
 ):

@@ -31,11 +31,11 @@ def write_sums(folder):
 
 
 @pytest.mark.slow
-def test_one_source_learns_from_answers_and_the_other_from_rewards(tmp_path, mark):
+def test_one_source_learns_from_answers_and_the_other_from_rewards(tmp_path, demo_models, mark):
     """The demo's model forgets to carry: it solves nearly no row of `carry`, which rewards need."""
     arguments = command(
         *write_sums(tmp_path),
-        f"model.cache_dir={tmp_path / 'cache'}",
+        f"model.cache_dir={demo_models}",
         f"trainer.output_dir={tmp_path}",
         "trainer.run_name=run",
         PATIENT,

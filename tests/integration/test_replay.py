@@ -42,7 +42,7 @@ def test_a_step_without_a_kept_batch_is_generated_again_if_the_run_is_determinis
     assert {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_killed_run_with_adapters_is_trained_again_on_its_batches(tmp_path, base_model, mark):
     """The run samples with several threads and is not deterministic; the dropout of its adapters
     draws from the random state of its processes."""

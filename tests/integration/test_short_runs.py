@@ -146,7 +146,7 @@ def test_megatron_trains_all_weights_beside_a_reference_and_a_critic(app, base_m
     assert not [name for name in base if base[name].equal(model[name])]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_replicas_of_megatron_share_the_optimizers_state_and_other_layouts_go_on_from_it(app):
     """Each replica saves its part of policy and critic; a tensor-parallel run reads all parts."""
     same = ["model_engine=megatron", "algorithm=ppo", "lora.rank=4", "trainer.save_freq=1"]

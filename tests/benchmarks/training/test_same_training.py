@@ -68,12 +68,12 @@ def found(script: Callable[..., str]) -> dict[str, str]:
     return made
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_parameters_are_bit_equal_after_three_steps_through_the_driver_and_through_ours(found: dict[str, str]):
     assert len({found[plane] for plane in ("driver", "driver-buffers", "simple", "ray")}) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("bench_group")
 def test_parameters_are_bit_equal_after_three_steps_through_transferqueue(found: dict[str, str]):
     assert len({found[plane] for plane in ("driver", "transferqueue", "simple")}) == 1

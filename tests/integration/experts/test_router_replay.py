@@ -33,8 +33,14 @@ def run(app, moe_model, folder, *settings):
     return steps
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("replay", "engine"), [("R3", "fsdp"), ("R2", "torch"), ("R2", "megatron")])
+@pytest.mark.parametrize(
+    ("replay", "engine"),
+    [
+        pytest.param("R3", "fsdp", marks=pytest.mark.slow),
+        pytest.param("R2", "torch", marks=pytest.mark.nightly),
+        pytest.param("R2", "megatron", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_replays_experts(app, moe_model, tmp_path, replay, engine):
     """At the first optimizer step of each pass the policy is the old one, so the ratios are 1."""
     steps = run(app, moe_model, tmp_path, f"algorithm.router_replay={replay}", *ENGINES[engine])

@@ -236,7 +236,7 @@ def flip_bytes(folder: Path) -> None:
     segment.write_bytes(content)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_damaged_rows_are_said_and_generated_again_as_they_were(tmp_path, base_model, monkeypatch, straight):
     wanted, folder, log = straight(), tmp_path / "run", tmp_path / "run.sessions"
     monkeypatch.setenv(LOG, str(log))

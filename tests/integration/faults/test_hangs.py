@@ -78,7 +78,8 @@ def test_a_reward_function_that_never_returns_is_named_with_its_line(tmp_path, b
     assert f'File "{reward}", line 4 in patient' in report
 
 
-@pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.nightly), pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("ahead", [0, 1])
 def test_a_stopped_worker_behind_a_stage_that_takes_too_long_is_named_once(tmp_path, base_model, mark, ahead):
     folder = tmp_path / "run"
     overrides = ("placement=separate", f"async_rl.max_staleness={ahead}", "algorithm.old_log_prob=recompute")

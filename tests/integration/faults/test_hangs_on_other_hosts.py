@@ -62,7 +62,7 @@ def on_host_b(folder: Path, *names: str) -> int:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_stopped_rollout_worker_of_another_host_is_killed_and_replaced(run_on_two_hosts):
     alone = ("placement=[actor+reward]", "actor.use_kl_loss=false")
     out, stopped, steps = run_on_two_hosts(lambda folder: on_host_b(folder, "rollout-0", "rollout-1"), 12, *alone)

@@ -13,14 +13,10 @@ pytestmark = pytest.mark.timeout(900)
 PINNED = ("trainer.threads_per_worker=1", "actor.use_kl_loss=true", "actor.optim.lr=1e-3", "rollout.num_workers=1")
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 @pytest.mark.parametrize(
-    ("algorithm", "placement", "process"),
-    [
-        pytest.param("ppo", "fused", "actor_ref_{}rollout", marks=pytest.mark.slow),
-        pytest.param("grpo", "actor+ref", "actor_ref", marks=pytest.mark.slow),
-        pytest.param("grpo", "fused", "actor_ref_{}rollout", marks=pytest.mark.nightly),
-        pytest.param("ppo", "actor+ref", "actor_ref", marks=pytest.mark.nightly),
-    ],
+    ("placement", "process"), [("fused", "actor_ref_{}rollout"), ("actor+ref", "actor_ref")], ids=["fused", "apart"]
 )
 def test_roles_in_one_process_learn_what_separate_ones_do(app, algorithm, placement, process):
     weights = {}
@@ -38,18 +34,24 @@ def test_roles_in_one_process_learn_what_separate_ones_do(app, algorithm, placem
         np.testing.assert_array_equal(together[key], value, err_msg=key)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "other", "roles"),
     [
-        (("model_engine=fsdp", "fsdp.world_size=2", "fsdp.device=cpu"), "separate", "actor_ref_rollout"),
-        (
+        pytest.param(
+            ("model_engine=fsdp", "fsdp.world_size=2", "fsdp.device=cpu"),
+            "separate",
+            "actor_ref_rollout",
+            marks=pytest.mark.slow,
+            id="fsdp",
+        ),
+        pytest.param(
             ("model_engine=megatron", "megatron.tensor_model_parallel_size=2", "algorithm=ppo"),
             "actor+ref+critic",
             "actor_ref_critic_rollout",
+            marks=pytest.mark.nightly,
+            id="megatron",
         ),
     ],
-    ids=["fsdp", "megatron"],
 )
 def test_ranks_with_a_rollout_in_each_process_learn_what_separate_rollouts_do(app, ranks, other, roles):
     """Each rank gathers the weights and sends them to the replica in its process."""
@@ -75,7 +77,7 @@ def test_ranks_with_a_rollout_in_each_process_learn_what_separate_rollouts_do(ap
         np.testing.assert_array_equal(together[key], value, err_msg=key)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_reward_in_the_process_of_the_first_rank_learns_what_a_separate_one_does(app):
     ranks = ("model_engine=fsdp", "fsdp.world_size=2", "fsdp.device=cpu", "trainer.val_before_train=false")
     weights = {}

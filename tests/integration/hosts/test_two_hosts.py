@@ -81,7 +81,7 @@ def test_ranks_that_train_on_rows_of_their_own_host_move_fewer_bytes_between_hos
     assert crossed[1] < 0.8 * crossed[0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_network_namespaces_learn_what_one_host_does(app, base_model, tmp_path, monkeypatch):
     """Ranks and the ends of the weight sync find the cable by the way to the head of Ray: loopback
     leads to no other process.

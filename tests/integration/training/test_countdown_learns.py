@@ -21,7 +21,7 @@ def countdown_model(make_demo_model):
     return make_demo_model(WarmUpSettings(demo="countdown", **shares, train_size=3600, validation_size=VALIDATION))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_a_third_of_the_demo_raises_the_accuracy_by_half(app, countdown_model):
     """Of validation puzzles, none of which is trained on in any order of its numbers."""

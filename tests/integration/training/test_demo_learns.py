@@ -19,12 +19,14 @@ def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("algorithm", "more"),
-    [("grpo", []), ("ppo", []), ("grpo", ["async_rl.max_staleness=1"])],
-    ids=["grpo", "ppo", "async"],
+    [
+        pytest.param("grpo", [], marks=pytest.mark.slow, id="grpo"),
+        pytest.param("ppo", [], marks=pytest.mark.nightly, id="ppo"),
+        pytest.param("grpo", ["async_rl.max_staleness=1"], marks=pytest.mark.slow, id="async"),
+    ],
 )
 def test_the_default_run_learns(algorithm, more, tmp_path, cache, mark):
     """Also one step off: with responses that the weights before the last update generated."""

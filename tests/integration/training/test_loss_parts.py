@@ -26,11 +26,17 @@ def loss_of_transformers(model_path, rows):
     return total / tokens
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "parts"),
-    [(FSDP, ("algorithm=sft",)), (MEGATRON, ("algorithm=grpo", "algorithm.sft_coef=0.5", "rollout.n=3"))],
-    ids=["fsdp-alone", "megatron-mixed"],
+    [
+        pytest.param(FSDP, ("algorithm=sft",), marks=pytest.mark.nightly, id="fsdp-alone"),
+        pytest.param(
+            MEGATRON,
+            ("algorithm=grpo", "algorithm.sft_coef=0.5", "rollout.n=3"),
+            marks=pytest.mark.slow,
+            id="megatron-mixed",
+        ),
+    ],
 )
 def test_the_cross_entropy_is_that_of_transformers_and_falls(app, base_model, engine, parts):
     """One mini-batch has all rows, so that the first loss is that of the untrained model."""
@@ -46,11 +52,13 @@ def test_the_cross_entropy_is_that_of_transformers_and_falls(app, base_model, en
         assert step["demonstration/score/min"] == 1.0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "algorithm"),
-    [(FSDP, "opd"), (FSDP, "opd_pg"), (MEGATRON, "opd_pg")],
-    ids=["fsdp", "fsdp-pg", "megatron-pg"],
+    [
+        pytest.param(FSDP, "opd", marks=pytest.mark.slow, id="fsdp"),
+        pytest.param(FSDP, "opd_pg", marks=pytest.mark.nightly, id="fsdp-pg"),
+        pytest.param(MEGATRON, "opd_pg", marks=pytest.mark.slow, id="megatron-pg"),
+    ],
 )
 def test_a_teacher_of_another_size_draws_an_adapter_to_it(app, base_model, tmp_path, engine, algorithm):
     """LoRA has no reference process of its own; a teacher is one."""

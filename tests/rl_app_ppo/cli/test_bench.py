@@ -39,8 +39,13 @@ def test_the_first_step_and_the_validation_before_it_are_not_measured() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_is_measured_and_leaves_nothing(tmp_path: Path) -> None:
-    small = ["data.train_batch_size=8", "actor.ppo_mini_batch_size=8", "data.val_size=8"]
+def test_a_run_is_measured_and_leaves_nothing(tmp_path: Path, demo_models: Path) -> None:
+    small = [
+        f"model.cache_dir={demo_models}",
+        "data.train_batch_size=8",
+        "actor.ppo_mini_batch_size=8",
+        "data.val_size=8",
+    ]
     (tmp_path / "tmp").mkdir()
     rl = Path(sys.executable).with_name("rl")
     done = subprocess.run(

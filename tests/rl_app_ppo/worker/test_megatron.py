@@ -307,8 +307,9 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("cut", ["tensor", "pipeline"])
+@pytest.mark.parametrize(
+    "cut", [pytest.param("tensor", marks=pytest.mark.slow), pytest.param("pipeline", marks=pytest.mark.nightly)]
+)
 def test_one_rank_of_a_replica_fetches_and_writes_for_all(model, cut):
     """Two stages read trajectories and prompts: four fetches, not four on each of two ranks."""
     options = [*TRAINED, f"megatron.{cut}_model_parallel_size=2"]

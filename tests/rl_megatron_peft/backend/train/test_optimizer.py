@@ -8,7 +8,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.slow  # the tests read the results of processes in several layouts
+# The tests read what processes in several layouts have written, as test_critic.py and
+# test_layouts_agree.py do. The timeout starts this file long before them: no worker of pytest waits
+# for another one to write it.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
 
 @pytest.mark.parametrize(("fixture", "family"), [("runs", "qwen2"), ("more_runs", "qwen3"), ("more_runs", "even")])

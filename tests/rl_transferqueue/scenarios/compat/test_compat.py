@@ -84,7 +84,7 @@ def test_everything_a_user_calls_takes_the_same_arguments(client: tq.TransferQue
         assert all(extra.endswith("=") for extra in mine[len(arguments) :]), name
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_wheel
 def test_the_record_is_what_the_package_does(tmp_path: Path) -> None:
     done = subprocess.run(
