@@ -76,7 +76,8 @@ def moved(column, scale):
 
 
 SMALL = ["model_engine=megatron", "data.train_batch_size=8", "actor.ppo_mini_batch_size=4", "rollout.n=2"]
-TRAINED = [*SMALL, "actor.ppo_micro_batch_size=3", "actor.use_kl_loss=false"]
+CUT_BY_ROWS = "actor.ppo_micro_batch_size=3"
+TRAINED = [*SMALL, CUT_BY_ROWS, "actor.use_kl_loss=false"]
 
 
 def measured_by(policy):
@@ -100,11 +101,12 @@ def assert_same_weights(ours, theirs):
     assert not weights
 
 
-def test_all_weights_are_trained_as_on_plain_torch(model, alone):
+@pytest.mark.parametrize("cut", [CUT_BY_ROWS, "actor.ppo_max_token_len=24"])
+def test_all_weights_are_trained_as_on_plain_torch(model, alone, cut):
     from rl_app_ppo.worker.megatron import megatron_policy
     from rl_trainer.backends.torch_policy import TorchPolicyBackend
 
-    config = load_config([*TRAINED, "actor.optim.lr=1e-3"])
+    config = load_config([*SMALL, cut, "actor.use_kl_loss=false", "actor.optim.lr=1e-3"])
     ours = megatron_policy(config, model, alone(config))
     theirs = TorchPolicyBackend(model, config.actor, rollout_n=config.rollout.n, seed=config.trainer.seed)
     batch = measured_by(theirs)

@@ -35,6 +35,12 @@ def test_long_rows_make_passes_without_gradients_smaller(lengths, rows):
     assert forward_rows_of(batch_of(*lengths), 64) == rows
 
 
+def test_passes_without_gradients_have_the_tokens_that_are_set():
+    from rl_megatron_peft.backend.train.mini_batches import forward_rows_of
+
+    assert [forward_rows_of(batch_of(10, 20, 30), 64, tokens) for tokens in (29, 30, 89, 90)] == [1, 1, 2, 3]
+
+
 def test_rows_are_divided_in_order():
     from rl_megatron_peft.backend.train.mini_batches import micro_batches_of
 
@@ -44,3 +50,22 @@ def test_rows_are_divided_in_order():
     (whole,) = micro_batches_of(batch, [4, 0, 2], 0)
     assert whole.ragged("responses").lengths.tolist() == [5, 1, 3]
     assert micro_batches_of(batch, [], 0) == []
+
+
+@pytest.mark.parametrize(
+    ("size", "tokens", "parts"),
+    [
+        (0, 45, [[3, 9, 4, 8, 5]]),
+        (0, 44, [[9, 8, 5, 4], [3]]),
+        (0, 16, [[9], [8, 5], [4, 3]]),
+        (2, 18, [[3, 9], [4, 8], [5]]),
+        (2, 17, [[9], [8, 5], [4, 3]]),
+        (0, 5, [[9], [8], [5], [4], [3]]),
+        (2, 0, [[3, 9], [4, 8], [5]]),
+    ],
+)
+def test_rows_that_have_too_many_tokens_with_their_padding_are_sorted_and_divided(size, tokens, parts):
+    from rl_megatron_peft.backend.train.mini_batches import micro_batches_of
+
+    made = micro_batches_of(batch_of(7, 3, 9, 4, 8, 5), [1, 2, 3, 4, 5], size, tokens)
+    assert [(part.ragged("responses").lengths + 2).tolist() for part in made] == parts

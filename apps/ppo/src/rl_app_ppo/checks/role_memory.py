@@ -185,7 +185,7 @@ def _pass_tokens(config: AppConfig, options: ActorConfig | CriticConfig) -> int:
     if options.ppo_micro_batch_size:
         return options.ppo_micro_batch_size * longest
     every = -(-options.ppo_mini_batch_size * config.rollout.n // replicas) * longest
-    return every if isinstance(config.engine, MegatronConfig) else min(every, max(PASS_TOKENS, longest))
+    return min(every, max(PASS_TOKENS, longest))
 
 
 def _element(config: AppConfig) -> int:

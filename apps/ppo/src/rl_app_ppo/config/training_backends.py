@@ -34,7 +34,7 @@ class TrainingBackendSpec:
         finds_top_tokens: it supports ActorConfig.kl_loss_topk.
         adapts_experts: it trains adapters of experts.
         averages_weights: it supports AlgorithmConfig.teacher_ema.
-        packs_sequences: it joins the sequences of a forward pass, or cuts batches by tokens.
+        packs_sequences: it can join the sequences of a forward pass.
         images: it trains models that see images.
         lends_weights: where a model has one rank, its weights are given out without a copy.
         lends_base: a rollout in the actor's process may use its frozen base weights.

@@ -157,7 +157,7 @@ class MegatronLearner(ABC, Generic[LossFn]):
         Raises:
             ConfigError: there are to be experts, and the model has none.
         """
-        size = forward_rows_of(batch, self.settings.forward_rows)
+        size = forward_rows_of(batch, self.settings.forward_rows, self.settings.micro_batch_tokens)
         micro_batches = micro_batches_of(batch, range(len(batch)), size)
         recorder, used = self._recorder() if experts else None, list[torch.Tensor]()
 
@@ -249,7 +249,8 @@ class MegatronLearner(ABC, Generic[LossFn]):
     ) -> dict[str, tuple[float, float]]:
         """Compute the gradients of a mini-batch; return metrics and loss over all replicas."""
         counts = count_tokens(batch, rows, self.ranks)
-        micro_batches = micro_batches_of(batch, rows, self.settings.micro_batch_rows)
+        settings = self.settings
+        micro_batches = micro_batches_of(batch, rows, settings.micro_batch_rows, settings.micro_batch_tokens)
         sums: dict[str, tuple[float, float]] = {}
 
         def loss_of(number: int, output: torch.Tensor) -> torch.Tensor:

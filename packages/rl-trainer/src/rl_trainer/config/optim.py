@@ -70,16 +70,15 @@ class UpdateConfig(Options):
     )
     ppo_micro_batch_size: int = option(
         0,
-        f"responses per forward pass; 0: as many as have ppo_max_token_len or {PASS_TOKENS} tokens, prompts included "
-        "(megatron: the whole mini-batch)",
+        f"responses per forward pass; 0: as many as have ppo_max_token_len or {PASS_TOKENS} tokens, prompts included",
         ge=0,
         resume="free",
     )
     ppo_max_token_len: int = option(
         0,
-        f"most tokens per forward pass, prompts included; 0: {PASS_TOKENS} if ppo_micro_batch_size is 0, and a longer response alone",
+        f"most tokens per forward pass, prompts included (megatron: and padding); 0: {PASS_TOKENS} if ppo_micro_batch_size is 0, and a "
+        "longer response alone",
         ge=0,
-        needs="packs_sequences",
         resume="free",
     )
     use_remove_padding: bool = option(
@@ -96,6 +95,11 @@ class UpdateConfig(Options):
             f"0 with ppo_micro_batch_size ({self.ppo_micro_batch_size}): forward passes are cut by rows or by tokens",
             self.ppo_max_token_len,
         )
+
+    @property
+    def pass_tokens(self) -> int:
+        """Most tokens per forward pass; 0: passes are cut by rows."""
+        return self.ppo_max_token_len or (0 if self.ppo_micro_batch_size else PASS_TOKENS)
 
     def schedule(self, rollout_n: int, seed: int) -> Schedule:
         """How a step's batch is cut into mini-batches, with `rollout_n` responses per prompt."""

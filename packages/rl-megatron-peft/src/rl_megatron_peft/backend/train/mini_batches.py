@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from rl_megatron_peft.backend.parallel import Ranks, all_gather_json
 from rl_protocol import BatchData
 
 FORWARD_TOKENS = 16384
-"""Most tokens of a pass without gradients, with padding, unless one row has more."""
+"""Most tokens of a pass without gradients, with padding, where no number is set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +32,38 @@ MetricSums = Mapping[str, tuple[float, float]]
 """Metric name -> (sum, weight): both are added over micro-batches, the metric is sum / weight."""
 
 
-def micro_batches_of(batch: BatchData, rows: Sequence[int], size: int) -> list[BatchData]:
-    """Divide the rows, in order, into parts of at most `size` (0: one part)."""
+def micro_batches_of(batch: BatchData, rows: Sequence[int], size: int, tokens: int = 0) -> list[BatchData]:
+    """Divide the rows into parts of at most `size` rows and `tokens` tokens, each if above 0.
+
+    Every row counts as long as the longest of its part, and one with more tokens is a part of its
+    own. The rows stay in order where no part has too many tokens; otherwise they are sorted,
+    longest first, so that rows of about one length share a part.
+    """
+    lengths = _lengths_of(batch)
     size = size or max(len(rows), 1)
-    return [batch.select_rows(list(rows[start : start + size])) for start in range(0, len(rows), size)]
+    rows = list(rows)
+    longest = int(lengths[rows].max(initial=1))
+    tokens = tokens or longest * size
+    if min(size, len(rows)) * longest > tokens:
+        rows.sort(key=lambda row: -int(lengths[row]))
+    parts = list[BatchData]()
+    while rows:
+        fitting = max(1, min(size, tokens // max(int(lengths[rows].max()), 1)))
+        parts.append(batch.select_rows(rows[:fitting]))
+        rows = rows[fitting:]
+    return parts
 
 
-def forward_rows_of(batch: BatchData, most: int) -> int:
-    """Rows per pass without gradients: at most `most`, and as many as have FORWARD_TOKENS tokens
-    where each is padded to the longest; at least 1."""
-    lengths = batch.ragged("prompts").lengths + batch.ragged("responses").lengths
-    return max(1, min(most, FORWARD_TOKENS // int(lengths.max(initial=1))))
+def forward_rows_of(batch: BatchData, most: int, tokens: int = 0) -> int:
+    """Rows per pass without gradients: at most `most`, and as many as have `tokens` tokens (0:
+    FORWARD_TOKENS) where each is padded to the longest; at least 1."""
+    longest = int(_lengths_of(batch).max(initial=1))
+    return max(1, min(most, (tokens or FORWARD_TOKENS) // longest))
+
+
+def _lengths_of(batch: BatchData) -> npt.NDArray[np.int64]:
+    """Tokens of each row, [N]."""
+    return batch.ragged("prompts").lengths + batch.ragged("responses").lengths
 
 
 def count_tokens(batch: BatchData, rows: Sequence[int], ranks: Ranks) -> MiniBatchCounts:

@@ -78,9 +78,10 @@ class TrainSettings:
         adam: settings of the optimizer.
         lr_schedule: number of an optimizer step, from 1 -> factor of the learning rate.
         mini_batches: rows of each optimizer step; None: one step over all rows.
-        micro_batch_rows: rows per pass in updates; 0: the whole mini-batch.
-        forward_rows: most rows per pass without gradients; fewer where they are long, see
-            `forward_rows_of`.
+        micro_batch_rows: most rows per pass in updates; 0: any number.
+        micro_batch_tokens: most tokens per pass, padding included; a longer row is a pass of its
+            own. 0: any number in updates, and FORWARD_TOKENS without gradients.
+        forward_rows: most rows per pass without gradients.
         seed: seed of new adapters and of dropout.
         dtype: dtype of the model and of computation. Adapters, a value head, and the optimizer's
             copy of trained weights are float32.
@@ -96,6 +97,7 @@ class TrainSettings:
     lr_schedule: Callable[[int], float] = constant
     mini_batches: MiniBatchSchedule | None = None
     micro_batch_rows: int = 8
+    micro_batch_tokens: int = 0
     forward_rows: int = 64
     seed: int = 0
     dtype: torch.dtype = torch.float32
