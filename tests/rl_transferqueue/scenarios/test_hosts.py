@@ -241,5 +241,12 @@ def test_each_unit_of_a_host_has_a_heartbeat() -> None:
     assert set(map(read_beat, files)) == {None}
 
 
-def test_a_mark_divides_one_machine_into_hosts() -> None:
-    assert host_identity.this_host() == f"{host_identity.boot_and_namespace('pid')}/a"
+def test_a_mark_divides_one_machine_into_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = host_identity.this_host.__wrapped__  # not cached
+    monkeypatch.delenv(host_identity.MARK)
+    machine = here()
+    names = [machine]
+    for mark in ("a", "b"):
+        monkeypatch.setenv(host_identity.MARK, mark)
+        names.append(here())
+    assert names == [machine, f"{machine}/a", f"{machine}/b"]

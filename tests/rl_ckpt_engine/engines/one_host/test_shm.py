@@ -134,9 +134,14 @@ def resealed(manifest: Manifest, **changes: int) -> Manifest:
     return msgspec.structs.replace(manifest, placement=msgspec.msgpack.encode(place)).sealed()
 
 
-def test_number_that_now_means_another_file_is_refused(tmp_path: Path) -> None:
+def test_number_that_now_means_another_file_is_refused() -> None:
     _sender, receiver, manifest = sent()
     refused(receiver, resealed(manifest, inode=placement(manifest).inode + 10**6), "sender was replaced")
+
+
+@linux_only
+def test_file_that_is_no_memory_is_refused(tmp_path: Path) -> None:
+    _sender, receiver, manifest = sent()
     plain = tmp_path / "plain"
     plain.write_bytes(bytes(10_000))
     with plain.open("rb") as file:
