@@ -17,6 +17,7 @@ from rl_protocol.ports import GroupFailure
 def test_the_column_kl_is_the_divergence_from_the_reference_or_is_not_there():
     assert "  kl 0.2500  " in step_line(1, 2, {"actor/ref_kl": 0.25, "actor/ppo_kl": 7.0})
     assert "  kl 0.2500  " in step_line(1, 2, {"actor/reward_kl_penalty": 0.25, "actor/ppo_kl": 7.0})
+    assert "  kl 0.0000  " in step_line(1, 2, {"actor/ref_kl": -1e-9})
     assert "kl" not in step_line(1, 2, {"actor/ppo_kl": 7.0})
 
 

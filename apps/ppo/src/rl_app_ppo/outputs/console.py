@@ -77,7 +77,7 @@ def step_line(step: int, total: int, metrics: Mapping[str, float], left_s: float
         "acc": _part("acc", metrics, "critic/acc/mean", ".3f"),
         "ce": _part("ce", metrics, "actor/ce_loss", ".4f"),
         "len": f"len {metrics.get('response_length/mean', 0.0):5.1f}",
-        "kl": "" if kl is None else f"kl {kl:.4f}",
+        "kl": "" if kl is None else f"kl {kl:z.4f}",
         "ent": _part("ent", metrics, "actor/entropy", ".3f"),
         "s": f"{metrics.get('timing_s/step', 0.0):5.2f} s",
         "tokens": f"{metrics[THROUGHPUT]:.0f} tok/s" if THROUGHPUT in metrics else "",
