@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -82,6 +83,43 @@ def test_a_killed_controller_is_replaced_until_the_limit_and_then_calls_fail(pla
         ]
 
     asyncio.run(main())
+
+
+def test_one_that_does_not_start_is_started_again(plane: LocalPlane) -> None:
+    """Another process has its port for a while."""
+    said: list[str] = []
+    port = int(plane.descriptor.controller.control.rpartition(":")[2])
+
+    async def main() -> None:
+        replaced = asyncio.Event()
+        with socket.socket() as other:
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+            def say(line: str) -> None:
+                said.append(line)
+                if "restart 1 of" in line:
+                    other.bind(("127.0.0.1", port))
+                    other.listen()
+                elif "restart 2 of" in line:
+                    other.close()
+                elif "serves" in line:
+                    replaced.set()
+
+            async with (
+                controller_watch(plane, {}, policy(3), HungProcesses(), say),
+                await connect(plane.descriptor) as client,
+            ):
+                await client.put("p", ["a"], tags=[{"n": 1}])
+                os.kill(plane.pids[0], signal.SIGKILL)
+                await asyncio.wait_for(replaced.wait(), 120)
+                assert (await client.list_rows("p", timeout_s=120)).tags == ({"n": 1},)
+
+    asyncio.run(main())
+    first, why, second, serves = said
+    assert "(restart 1 of at most 3 an hour, in 0 s)" in first
+    assert f"can't listen at 127.0.0.1, ports ({port}, " in why
+    assert second == f"{CONTROLLER} did not start: it alone is started again (restart 2 of at most 3 an hour, in 0 s)"
+    assert "serves" in serves
 
 
 def test_a_watch_that_ends_during_a_restart_leaves_a_plane_that_can_be_closed(plane: LocalPlane) -> None:

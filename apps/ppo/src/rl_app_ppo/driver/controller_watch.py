@@ -88,21 +88,34 @@ async def _watch(
         pid = plane.pids[0]
         how = await _ended(pid)
         name = servers.get(pid, CONTROLLER)
-        lost = f"{name} (process {pid}) {hung.end_of(pid) or how}"
-        try:
-            restart = policy.next("the data plane's controller")
-            logger.warning("%s", lost)
-            say(f"{lost}: it alone is started again ({restart})")
-            await asyncio.sleep(restart.wait_s)
-            await _restart(plane)
-        except (RestartLimitError, PlaneLostError) as error:
-            logger.error("%s and is not started again: %s", lost, error)
-            say(f"{lost} and is not started again: {error}")
+        if not await _replaced(plane, f"{name} (process {pid}) {hung.end_of(pid) or how}", policy, say):
             plane.abandon_controller()
             return
         servers.pop(pid, None)
         servers[plane.pids[0]] = name
         say(f"data plane: the new controller (process {plane.pids[0]}) serves, with the rows of the journal")
+
+
+async def _replaced(plane: Plane, lost: str, policy: RestartPolicy, say: Callable[[str], None]) -> bool:
+    """Start controllers until one serves; false: the policy allows no other. `lost` says why."""
+    while True:
+        try:
+            restart = policy.next("the data plane's controller")
+        except RestartLimitError as error:
+            logger.error("%s and is not started again: %s", lost, error)
+            say(f"{lost} and is not started again: {error}")
+            return False
+        logger.warning("%s", lost)
+        say(f"{lost}: it alone is started again ({restart})")
+        await asyncio.sleep(restart.wait_s)
+        try:
+            await _restart(plane)
+        except PlaneLostError as error:
+            logger.warning("%s", error)
+            say(str(error))
+            lost = f"{CONTROLLER} did not start"
+        else:
+            return True
 
 
 async def _ended(pid: int) -> str:
