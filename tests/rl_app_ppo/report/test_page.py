@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 import struct
+import webbrowser
 
 import msgspec
 import numpy as np
@@ -116,6 +117,23 @@ def test_rl_report_writes_one_run_or_compares_two(tmp_path):
     header, _ = unpacked((tmp_path / "two.html").read_text())
     assert [run["name"] for run in header["runs"]] == ["a", "b"]
     assert CliRunner().invoke(rl.app, ["report", str(a), str(b)]).output.split()[0] == str(a / "compared-with-b.html")
+
+
+def test_rl_report_opens_it_if_there_is_a_browser(tmp_path, monkeypatch):
+    """BROWSER is what Python's webbrowser runs, with the address in the place of %s."""
+    run, opened = write_run(tmp_path / "a", texts=("t",)), tmp_path / "opened"
+    browser = tmp_path / "browser"
+    browser.write_text(f'#!/bin/sh\necho "$1" > {opened}\n')
+    browser.chmod(0o755)
+    monkeypatch.setattr(webbrowser, "_tryorder", None)  # it looks again
+    monkeypatch.setenv("BROWSER", f"{browser} %s")
+    done = CliRunner().invoke(rl.app, ["report", str(run), "--open"])
+    assert done.exit_code == 0
+    assert opened.read_text().strip() == (run / "report.html").as_uri()
+    monkeypatch.setattr(webbrowser, "_tryorder", [])
+    done = CliRunner().invoke(rl.app, ["report", str(run), "--open"])
+    assert (done.exit_code, (run / "report.html").is_file()) == (2, True)
+    assert "--open found no browser" in done.output
 
 
 @pytest.mark.parametrize("words", [["report", "/no/such/run"], ["report", "RUN", "/no/such/run"]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import webbrowser
 from pathlib import Path
 
 from rich.console import Console
@@ -12,7 +13,7 @@ from rl_app_ppo.report.page import write_report
 from rl_protocol import ConfigError
 
 
-def report(run: Path, other: Path | None, target: Path | None, out: Console) -> None:
+def report(run: Path, other: Path | None, target: Path | None, out: Console, *, show: bool = False) -> None:
     """Write the report and print its path and size.
 
     Args:
@@ -20,9 +21,11 @@ def report(run: Path, other: Path | None, target: Path | None, out: Console) -> 
         other: folder of the run to compare it with.
         target: the file; None: report.html in the folder of the run, or compared-with-OTHER.html.
         out: where to print.
+        show: open it in the browser of the desktop, or of the environment variable BROWSER.
 
     Raises:
-        ConfigError: a folder holds no run, or it can't be read; or `target` is in no folder.
+        ConfigError: a folder holds no run, or it can't be read; or `target` is in no folder; or
+            there is no browser to open it.
         OutputError: the file can't be written.
     """
     folders = [run, *([other] if other is not None else [])]
@@ -32,3 +35,7 @@ def report(run: Path, other: Path | None, target: Path | None, out: Console) -> 
         raise ConfigError(f"--out {path} must be a file in a folder that exists, such as report.html.")
     size = write_report(folders, path)
     out.print(Text(f"{path.resolve()} ({size / 1e6:.2f} MB)"), soft_wrap=True)
+    if show and not webbrowser.open(path.resolve().as_uri()):
+        raise ConfigError(
+            "--open found no browser on this machine; set the environment variable BROWSER to the command of one."
+        )

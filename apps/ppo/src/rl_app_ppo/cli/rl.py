@@ -344,9 +344,10 @@ def _report(
     run: Annotated[Path, typer.Argument(help="Folder of the run, which may be running, failed or killed.")],
     run2: Annotated[Path | None, typer.Argument(help="Folder of a run to compare it with.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Where to; report.html of the run.")] = None,
+    show: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
 ) -> None:
     """Write the report of a run as one HTML file; of two, compared."""
-    report(run, run2, out, _out())
+    report(run, run2, out, _out(), show=show)
 
 
 @_command("replay", rich_help_panel=AFTER)
