@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from aiohttp import web
 from tokenizers import Tokenizer, models
 from trust import trust
 
@@ -16,6 +17,7 @@ from rl_app_ppo.worker.rewards import open_scorer
 from rl_ckpt_engine import PluginPolicy
 from rl_protocol import ConfigError
 from rl_trainer import PromptRow
+from rl_trainer.rewards import Sample
 
 
 def folder(path, words):
@@ -61,6 +63,29 @@ def test_a_reward_model_of_another_vocabulary_is_refused(described, tmp_path):
     settings = described(f'kind = "model"\npath = "{other}"')
     with pytest.raises(ConfigError, match="has another vocabulary than the policy"):
         asyncio.run(open_scorer(settings, policy))
+
+
+def test_a_served_reward_model_is_a_part_of_the_reward(described, tmp_path):
+    async def answer(request):
+        asked = await request.json()
+        return web.json_response({"data": [{"probs": [float(sum(asked["input"]))]}]})
+
+    async def run():
+        app = web.Application()
+        app.router.add_post("/classify", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        scorer = await open_scorer(described(f'kind = "served_model"\nurl = "{url}"\nmodel = "m"'), tmp_path)
+        try:
+            return await scorer.score([Sample(data_source="s", solution_str="7", ground_truth="7", tokens=[3, 4])])
+        finally:
+            await scorer.close()
+            await runner.cleanup()
+
+    (outcome,) = asyncio.run(run())
+    assert outcome.numbers["score"] == 0.5 * 1 + 0.5 * 7
 
 
 def test_rows_for_which_by_data_source_knows_no_reward_are_refused_before_processes_start():

@@ -38,6 +38,7 @@ _PASSED_ON = {
     "PromptOrder.curriculum": "data.curriculum",
     "PromptOrder.size": "data.train_size",
     "RemoteScorer.timeout_s": "reward.timeout_s",
+    "ServedModelScorer.timeout_s": "reward.timeout_s",
     "Rendezvous.interface": "trainer.network_interface",
     "SamplingParams.max_new_tokens": "rollout.response_length",
     "ScorerPool.memory_mb": "reward.memory_mb",

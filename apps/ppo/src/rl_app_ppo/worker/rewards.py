@@ -13,6 +13,7 @@ from rl_trainer.rewards.scorer_toml import (
     JudgeConfig,
     RemoteScorerConfig,
     ScorerConfig,
+    ServedModelConfig,
     is_scorer_toml,
     read_scorer_toml,
 )
@@ -54,6 +55,10 @@ def _described(description: ScorerConfig, config: RewardConfig, policy: Path) ->
         from rl_trainer.rewards.services.judge import JudgeScorer  # imports aiohttp
 
         return JudgeScorer(description, config.timeout_s)
+    if isinstance(description, ServedModelConfig):
+        from rl_trainer.rewards.services.served_model import ServedModelScorer  # imports aiohttp
+
+        return ServedModelScorer(description, config.timeout_s)
     from rl_trainer.backends.reward_model import RewardModelScorer  # imports torch
 
     path = Path(description.path).expanduser()

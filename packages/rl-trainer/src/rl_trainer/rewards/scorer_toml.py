@@ -4,9 +4,9 @@
     url = "https://judge.example/score"        path = "models/reward"
     requests_per_s = 20.0
 
-The fields are those of `RemoteScorerConfig`, `JudgeConfig` and `RewardModelConfig`. Like a file of
-code, a TOML file is read only if the user allows it (`rl_protocol.support.trusted_files`), because
-it decides where responses and keys are sent.
+The fields are those of `RemoteScorerConfig`, `JudgeConfig`, `ServedModelConfig` and
+`RewardModelConfig`. Like a file of code, a TOML file is read only if the user allows it
+(`rl_protocol.support.trusted_files`), because it decides where responses and keys are sent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rl_protocol.errors import UNREADABLE
 from rl_protocol.support.trusted_files import read_trusted
 
 SUFFIX = ".toml"
-ScorerConfig: TypeAlias = "RemoteScorerConfig | JudgeConfig | RewardModelConfig"
+ScorerConfig: TypeAlias = "RemoteScorerConfig | JudgeConfig | ServedModelConfig | RewardModelConfig"
 """What a file may describe."""
 
 
@@ -88,6 +88,20 @@ class JudgeConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_onl
     """
 
 
+class ServedModelConfig(
+    ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind", tag="served_model"
+):
+    """Settings of a reward model that vLLM serves; see `rl_trainer.rewards.services.served_model`.
+
+    `url` is the base URL of the server, such as http://127.0.0.1:8001.
+    """
+
+    model: str
+    """Name of the model that the server has: a sequence classification model with one label and the
+    policy's tokenizer.
+    """
+
+
 class RewardModelConfig(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind", tag="model"
 ):
@@ -115,7 +129,9 @@ def read_scorer_toml(name: str, environment: Mapping[str, str] = os.environ) -> 
     """
     path, content = read_trusted(name, "read_scorer_toml.name", environment)
     try:
-        found = msgspec.toml.decode(content, type=RemoteScorerConfig | JudgeConfig | RewardModelConfig)
+        found = msgspec.toml.decode(
+            content, type=RemoteScorerConfig | JudgeConfig | ServedModelConfig | RewardModelConfig
+        )
     except UNREADABLE as error:
         raise ConfigError(f"read_scorer_toml.name={name!r} can't be read: {error}.") from error
     wrong = _check_model(found) if isinstance(found, RewardModelConfig) else _check_service(found)
