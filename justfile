@@ -101,6 +101,10 @@ signatures:
 golden:
     {{ dev }} python tests/helpers/golden.py
 
+# write the fragments of a package into its changelog
+changelog DIRECTORY VERSION:
+    {{ dev }} towncrier build --yes --config pyproject.toml --dir "$1" --name "$(basename "$1")" --version "$2"
+
 # check that uv.lock fits pyproject.toml
 lock:
     uv lock --check
