@@ -126,7 +126,7 @@ def test_adapters_of_megatron_are_served_and_an_engine_that_is_killed_is_replace
 
     The new engine repeats the requests that the killed one had not answered.
     """
-    steps, folder = 6, tmp_path / "run"
+    steps, folder = 40, tmp_path / "run"  # so many that it still trains when the engine is killed
     run = started(
         mark,
         folder,
