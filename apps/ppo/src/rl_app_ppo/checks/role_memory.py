@@ -11,7 +11,6 @@ from rl_app_ppo.demo.settings import ModelSettings
 from rl_rollout_vllm import CPU_KV_CACHE
 from rl_trainer.config import ActorConfig, CriticConfig
 from rl_trainer.config.backends import FsdpConfig, MegatronConfig
-from rl_trainer.config.optim import PASS_TOKENS
 
 LOGITS_CHUNK = 64 << 20
 """Largest float32 logits that a pass computes at once (`rl_trainer.algorithms.log_probs`)."""
@@ -185,7 +184,7 @@ def _pass_tokens(config: AppConfig, options: ActorConfig | CriticConfig) -> int:
     if options.ppo_micro_batch_size:
         return options.ppo_micro_batch_size * longest
     every = -(-options.ppo_mini_batch_size * config.rollout.n // replicas) * longest
-    return min(every, max(PASS_TOKENS, longest))
+    return min(every, max(options.pass_tokens, longest))
 
 
 def _element(config: AppConfig) -> int:
