@@ -71,7 +71,9 @@ def test_extras_of_the_workspace_are_there():
 
 def test_programs_and_commands_are_there():
     ours = {"rl": {*typer.main.get_command(app).commands}}  # pyright: ignore[reportAttributeAccessIssue]
-    ours["just"] = set(re.findall(r"^([a-z][\w-]*)(?: \*?[A-Z]+)*:", (ROOT / "justfile").read_text(), flags=re.MULTILINE))
+    ours["just"] = set(
+        re.findall(r"^([a-z][\w-]*)(?: \*?[A-Z]+)*:", (ROOT / "justfile").read_text(), flags=re.MULTILINE)
+    )
     counted = 0
     for document, line in commands():
         words = re.sub(r"--(extra|group|directory) \S+ ?", "", line.partition("#")[0]).split()
