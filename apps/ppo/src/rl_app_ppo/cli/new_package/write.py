@@ -32,7 +32,9 @@ class Kind:
     """Settings of a run of a demo that uses it."""
     dependencies: tuple[str, ...] = ("rl-trainer>=0.1,<0.2",)
     alone: bool = True
-    """Whether its first module needs no other one of the package."""
+    """Whether the file works where it lies, without the other modules and not installed."""
+    file_key: str = ""
+    """Key that takes the file; that of the last setting in `use` by default."""
 
 
 KINDS: Mapping[str, Kind] = {
@@ -75,6 +77,22 @@ KINDS: Mapping[str, Kind] = {
         use="rollout.name=my_plugin",
         dependencies=("rl-app-ppo>=0.1,<0.2",),
     ),
+    "weight_engine": Kind(
+        description="A weight engine, which moves weights from the trainer to the rollout.",
+        group="rl_ckpt_engine.backends",
+        object="FileEngine",
+        use="placement=separate checkpoint_engine.directory=versions checkpoint_engine.backend=my_plugin",
+        dependencies=("rl-ckpt-engine>=0.1,<0.2",),
+        file_key="checkpoint_engine.custom_backend_module",
+    ),
+    "backend": Kind(
+        description="A backend of the data plane, which holds its bytes.",
+        group="rl_transferqueue.backends",
+        object="Backend",
+        use="transfer_queue.backend_address=$PWD/blocks transfer_queue.backend=my_plugin",
+        dependencies=("rl-transferqueue>=0.1,<0.2",),
+        alone=False,
+    ),
 }
 
 
@@ -84,6 +102,8 @@ def words_of_file(kind: str, name: str) -> str:
     if not one.alone:
         return ""
     file = f"{name}/src/{name}/__init__.py"
+    if one.file_key:
+        return f"--trust {file} {one.use.replace(PLACEHOLDER, name)} {one.file_key}={file}:{one.object}"
     return f"--trust {file} {one.use}".replace(PLACEHOLDER, f"{file}:{one.object}")
 
 
