@@ -153,6 +153,22 @@ def test_a_program_can_read_the_plan(run):
     assert processes["actor",]["memory"]["actor"]["optimizer"] == 8 * plan["trained"]
     assert processes["reward",]["memory"] == {"reward": {}}
     assert plan["data_plane_bytes"] > 0
+    assert plan["weight_sync_bytes"] == 4 * plan["weights"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "nbytes"),
+    [
+        ([], lambda plan: 0),  # one process has the actor and the rollout
+        (["placement=separate", "rollout.dtype=bfloat16"], lambda plan: 2 * plan["weights"]),
+        (["placement=separate", "lora.rank=4", "rollout.dtype=bfloat16"], lambda plan: 4 * plan["trained"]),
+        (["placement=separate", "lora.rank=4", "lora.merge=true"], lambda plan: 4 * plan["weights"]),
+        (["placement=separate", "checkpoint_engine.enabled=false"], lambda plan: 0),
+    ],
+)
+def test_the_plan_has_the_bytes_of_a_weight_sync(run, settings, nbytes):
+    plan = json.loads(run("plan", *settings, "--json").output)
+    assert plan["weight_sync_bytes"] == nbytes(plan)
 
 
 def test_every_key_has_a_line(run):

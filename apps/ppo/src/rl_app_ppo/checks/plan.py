@@ -9,7 +9,7 @@ import msgspec
 from rl_app_ppo.checks.facts import Facts
 from rl_app_ppo.checks.memory import shown_bytes
 from rl_app_ppo.checks.registry import Finding, findings, planned_step_bytes
-from rl_app_ppo.checks.role_memory import role_bytes
+from rl_app_ppo.checks.role_memory import role_bytes, sent_bytes
 from rl_app_ppo.config.hosts import units_join
 from rl_app_ppo.config.schema import AppConfig
 from rl_ckpt_engine import PluginPolicy
@@ -54,6 +54,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         processes: that compute.
         gpu_memory: bytes of the smallest GPU of this machine, if a process uses one; 0: none.
         data_plane_bytes: host memory of the rows of a step, at most.
+        weight_sync_bytes: that a replica of the rollout receives after a step; 0: none are sent.
         storage_units: of the data plane, by number of their host; 0: the driver's, if no process of
             the run is there.
         checks: what the checks found.
@@ -66,6 +67,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     processes: tuple[ProcessPlan, ...]
     gpu_memory: int
     data_plane_bytes: int
+    weight_sync_bytes: int
     storage_units: dict[int, int]
     checks: tuple[Finding, ...]
 
@@ -114,6 +116,7 @@ def make_plan(config: AppConfig, plugins: PluginPolicy) -> Plan:
         ),
         gpu_memory=facts.gpu_bytes,
         data_plane_bytes=planned_step_bytes(facts),
+        weight_sync_bytes=sent_bytes(config, size),
         storage_units=_storage_units(config),
         checks=checks,
     )
@@ -151,7 +154,9 @@ def plan_text(plan: Plan) -> str:
         )
         plane += f"; storage units: {units}"
     wrong = [f"{found.level}: {found.text}" for found in plan.checks if found.level != "ok"]
-    return "\n".join([*lines, plane, *wrong]) + "\n"
+    sync = f"weight sync: {shown_bytes(plan.weight_sync_bytes)} to each replica of the rollout after a step"
+    sent = [sync] if plan.weight_sync_bytes else []
+    return "\n".join([*lines, plane, *sent, *wrong]) + "\n"
 
 
 def _storage_units(config: AppConfig) -> dict[int, int]:

@@ -214,10 +214,22 @@ def _shards(config: AppConfig) -> int:
     return engine.replica_size if isinstance(engine, MegatronConfig) else engine.ranks
 
 
+def sent_bytes(config: AppConfig, size: ModelSize) -> int:
+    """Bytes of the weights, or adapters, that a replica of the rollout receives after a step."""
+    if not config.checkpoint_engine.enabled or shares_weights(config):
+        return 0
+    return 4 * size.trained if config.sends_adapters else _rollout_element(config) * size.weights
+
+
+def _rollout_element(config: AppConfig) -> int:
+    """Bytes of a weight of the rollout."""
+    return 2 if config.rollout.dtype == "bfloat16" else 4
+
+
 def _copies(config: AppConfig, weights: int, *, on_gpu: bool) -> dict[str, int]:
     """Weights of a replica, over all of its tensor-parallel processes, and those that arrive."""
-    rollout, synced = config.rollout, config.checkpoint_engine.enabled
-    whole = (2 if rollout.dtype == "bfloat16" else 4) * weights
+    synced = config.checkpoint_engine.enabled
+    whole = _rollout_element(config) * weights
     if shares_base(config):
         return {"adapted weights": whole}
     parts = {} if shares_weights(config) and not on_gpu else {"weights": whole}
@@ -235,7 +247,7 @@ def _cache(config: AppConfig, size: ModelSize, *, on_gpu: bool) -> dict[str, int
         cache = rollout.kv_cache_mb << 20 or (0 if on_gpu else CPU_KV_CACHE)  # a GPU's is what weights leave
         return {"KV cache": cache} if cache else {}
     tokens = min(rollout.max_batch_size, config.data.train_batch_size * rollout.n) * _longest(config)
-    return {"KV cache": (2 if rollout.dtype == "bfloat16" else 4) * size.kv_token * tokens}
+    return {"KV cache": _rollout_element(config) * size.kv_token * tokens}
 
 
 def _longest(config: AppConfig) -> int:
