@@ -15,6 +15,7 @@ from rl_trainer.record.record_rows import (
     SpanRow,
     StartRow,
     StepRow,
+    SyncRow,
     TokensRow,
     TrajectoryRow,
 )
@@ -53,6 +54,7 @@ def write_run(
     driver = RecordFile(folder / "record", "driver")
     driver.append([StartRow(at=1000.0, steps=steps), PhaseRow(at=1002.0, name="ray", began=1000.5)])
     driver.append([StepRow(at=1010.0 + step, step=step) for step in range(steps + 1)])
+    driver.append([SyncRow(at=1010.0, began=1009.95, version=1, num_bytes=3 << 20, receivers=2)])
     driver.append([AlarmRow(at=1012.0, name="gap", text=f"step 2: {HOSTILE[0]}")])
     driver.append([AlarmRow(at=1013.0, name=HOSTILE[1], text=HOSTILE[3])])
     if outcome:
@@ -84,7 +86,7 @@ def _trajectory(chance: random.Random, step: int, i: int, texts: tuple[str, ...]
         response_ids=ids,
         response_mask=[1, 1, 0, 1],
         rollout_log_probs=[-0.5, -1.0, 0.0, -2.0],
-        old_log_probs=[-0.25, -1.0, 0.0, -2.5],
+        old_log_probs=[-0.25, -1.0, -9.0, -2.5],
         advantages=[i / 8 - 1] * 4,
         versions=[(step - 1, 2), (step, 2)],
         reward={"score": float(i % 2), "acc": float(i % 2)},

@@ -30,6 +30,9 @@ def test_a_run_leaves_traces_samples_and_mlflow(app):
     assert all(row.reward and row.advantages and row.old_log_probs for row in record.trajectories)
     assert {"rollout", "reward", "adv", "update_actor", "weights.send"} <= {span.stage for span in record.spans}
     assert [row.step for row in record.steps] == [0, 1]
+    ((version, num_bytes, receivers),) = {(row.version, row.num_bytes, row.receivers) for row in record.syncs}
+    assert (version, receivers) == (1, 1)
+    assert num_bytes > 1 << 20
     assert record.end.outcome == "finished"
     assert list((done.folder / "mlflow").glob("*/*/metrics/actor/pg_loss"))
     log = (done.folder / "logs" / "driver.log").read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -170,6 +171,22 @@ def test_one_that_dies_while_it_generates_is_replaced_and_generates_with_the_wei
         assert await run.update(3) == ("rollout-1", "rollout-0")
         assert await run.generate() == ["row by 2 with 3", "row by 1 with 3"]
         assert run.manager.metrics["weight_sync/rejoined"] == 1
+
+    asyncio.run(steps())
+
+
+def test_a_sync_is_recorded_once_with_its_begin_also_if_it_was_repeated(run):
+    recorded = []
+    sync = ReplicaSync(run.manager, run.replicas, on_synced=lambda report, began: recorded.append((report, began)))
+
+    async def steps() -> None:
+        run.policy.version = 1
+        for process in run.processes:
+            process.deaths = ["weights.receive"]
+        began = time.time()
+        report = await sync.update_weights(1)
+        assert [one for one, _ in recorded] == [report]
+        assert began <= recorded[0][1] <= time.time()
 
     asyncio.run(steps())
 

@@ -63,10 +63,11 @@ def test_the_data_are_those_of_the_run(page, tmp_path):
     assert found["response"] == [row.response for row in rows]
     tokens = [found["vocabulary"][i] for i in column(found["tokens"])]
     assert tokens == [(*HOSTILE, "x" * 300_000)[i] for row in rows for i in row.response_ids]
-    assert column(found["columns"]["old_log_probs"])[:4] == [-250, -1000, 0, -2500]
+    assert column(found["columns"]["old_log_probs"])[:4] == [-250, -1000, -9000, -2500]
     assert found["columns"]["entropy"] is None
     spans = run["spans"]
     assert [spans["stages"][i] for i in column(spans["stage"])] == ["rollout", "update_actor"] * 6
+    assert run["syncs"] == [[1009.95, 1010.0, 1, 3 << 20, 2]]
     assert column(run["ends"]["at"]) == [1010.0 + step for step in range(7)]
 
 

@@ -21,14 +21,15 @@ VIEWS = {
     "#overview": "Time per stage of a step",
     "#curves": "Accuracy",
     "#curves?q=score": "critic/score/mean",
-    "#timeline": "whole run",
+    "#timeline": "while others compute",
     "#timeline?from=9&to=14": "Share of the time in training",
     "#samples": "96 trajectories",
     "#samples?step=2&sort=reward&why=wrong": "8 trajectories",
     "#samples?q=onerror": "trajectories",
     "#samples?step=99": "No trajectory fits",
     "#group/2/s2-1": "4 responses, mean reward 0.5",
-    "#sample/2/s2-1%2F0%2F0": "point at a token",
+    "#sample/2/s2-1%2F0%2F0": "observation 1 token ",
+    "#sample/2/s2-1%2F0%2F0?by=log_prob": "largest gap\n0.5",  # that of the observation is larger
     "#sample/2/s2-1%2F0%2F0?by=gap": "trainer's log-prob minus rollout's",
     "#sample/2/s2-1%2F0%2F0?by=version": "version of the weights",
     "#sample/9/none": "was not recorded",
@@ -91,7 +92,12 @@ def test_clicks_and_keys_lead_from_a_curve_to_a_token(tmp_path):
             await tab.wait_for("document.querySelector('.tok')")
             first = await tab.evaluate("location.hash")
             await tab.evaluate(press.replace("KEY", "']'"))
-            await tab.wait_for(f"location.hash !== {first!r} && document.querySelectorAll('.tok').length === 4")
+            await tab.wait_for(f"location.hash !== {first!r} && document.querySelectorAll('.tok').length === 3")
+            assert await tab.evaluate(
+                "[...document.querySelectorAll('.turn b')].map((one) => one.textContent).join()"
+            ) == ("turn 1,observation,turn 2")
+            await tab.evaluate("document.querySelector('.turn:not([open]) summary').click()")
+            await tab.wait_for("document.querySelectorAll('.tok').length === 4")
             await tab.evaluate(
                 "document.querySelector('.tok').dispatchEvent(new PointerEvent('pointerover', {bubbles: true}))"
             )

@@ -24,17 +24,21 @@ export class Run {
   readonly byStep = new Map<number, Trajectory[]>();
   readonly byKey = new Map<string, Trajectory>();
   readonly spans: Span[] = [];
+  readonly syncs: [began: number, ended: number, version: number, bytes: number, receivers: number][];
   readonly ends: { step: number; at: number }[];
   private offsets: Int32Array;
+  private masks: Numbers;
   private columns: Partial<Record<TokenColumn, Int16Array>> = {};
 
   constructor(readonly header: any, private read: (place: Place) => Numbers) {
+    this.syncs = header.syncs;
     this.steps = read(header.metrics.step) as Int32Array;
     this.metricNames = Object.keys(header.metrics.columns);
     const t = header.trajectories;
     const lengths = read(t.length);
     this.offsets = new Int32Array(t.count + 1);
     for (let i = 0; i < t.count; i++) this.offsets[i + 1] = this.offsets[i]! + lengths[i]!;
+    this.masks = read(t.mask);
     for (const name of TOKEN_COLUMNS) if (t.columns[name]) this.columns[name] = read(t.columns[name]) as Int16Array;
     this.readTrajectories(t, lengths);
     const s = header.spans;
@@ -67,9 +71,11 @@ export class Run {
     return Boolean(column && row.length && column[this.offsets[row.index]!] !== ABSENT);
   }
 
+  /** A column of a trajectory; NaN for tokens that the policy did not generate. */
   values(name: TokenColumn, row: Trajectory): Float32Array | null {
     if (!this.has(name, row)) return null;
-    return Float32Array.from(this.columns[name]!.subarray(this.offsets[row.index]!, this.offsets[row.index + 1]!), (v) => v / SCALE);
+    const mask = this.mask(row);
+    return Float32Array.from(this.columns[name]!.subarray(this.offsets[row.index]!, this.offsets[row.index + 1]!), (v, i) => (mask[i] ? v / SCALE : NaN));
   }
 
   gaps(row: Trajectory): Float32Array | null {
@@ -78,7 +84,7 @@ export class Run {
   }
 
   mask(row: Trajectory): Numbers {
-    return this.read(this.header.trajectories.mask).subarray(this.offsets[row.index]!, this.offsets[row.index + 1]!);
+    return this.masks.subarray(this.offsets[row.index]!, this.offsets[row.index + 1]!);
   }
 
   tokens(row: Trajectory): { text: string; id: number }[] {
@@ -120,16 +126,16 @@ export class Run {
   private average(name: TokenColumn, a: number, b: number): number {
     const column = this.columns[name];
     if (!column || a === b || column[a] === ABSENT) return NaN;
-    let sum = 0;
-    for (let i = a; i < b; i++) sum += column[i]!;
-    return sum / SCALE / (b - a);
+    let sum = 0, count = 0;
+    for (let i = a; i < b; i++) if (this.masks[i]) { sum += column[i]!; count++; }
+    return sum / SCALE / count;
   }
 
   private largestGap(a: number, b: number): number {
     const [rollout, trainer] = [this.columns.rollout_log_probs, this.columns.old_log_probs];
     if (!rollout || !trainer || a === b || trainer[a] === ABSENT) return NaN;
     let most = 0;
-    for (let i = a; i < b; i++) most = Math.max(most, Math.abs(rollout[i]! - trainer[i]!));
+    for (let i = a; i < b; i++) if (this.masks[i]) most = Math.max(most, Math.abs(rollout[i]! - trainer[i]!));
     return most / SCALE;
   }
 }

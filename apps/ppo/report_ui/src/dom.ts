@@ -43,6 +43,9 @@ export function num(value: number | null | undefined): string {
   return String(Number(value.toPrecision(size >= 100 ? 4 : 3))).replace("-", "\u2212");
 }
 
+/** A number of things, such as `1 token` or `2 tokens`. */
+export function count(n: number, thing: string): string { return `${n.toLocaleString("en")} ${thing}${n === 1 ? "" : "s"}`; }
+
 export function seconds(value: number): string {
   if (value < 1) return `${Math.round(value * 1000)} ms`;
   if (value < 120) return `${num(value)} s`;

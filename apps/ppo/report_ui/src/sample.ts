@@ -2,7 +2,7 @@
 
 import { diverging, sequential, series } from "./color";
 import type { Run, Trajectory } from "./data";
-import { brief, h, num, visible } from "./dom";
+import { brief, count, h, num, visible } from "./dom";
 import { change, link, route } from "./route";
 import { crumbs, neighbour, sampleLink, signed } from "./samples";
 
@@ -36,8 +36,8 @@ export function sample(runs: Run[]): Node {
   return h("section", {}, h("div", { class: "bar spread" }, crumbs(row.step, row.uid, which, row.key.slice(row.uid.length + 1)),
     h("span", {}, step("before", "\u2039", before, runs, run), step("after", "\u203a", after, runs, run))),
     facts(row),
-    h("div", { class: "card" }, h("h3", {}, "Prompt", h("small", {}, `${row.promptTokens} tokens`)), h("pre", { class: "text" }, brief(row.prompt, 20000))),
-    h("div", { class: "card" }, h("h3", {}, "Response", h("small", {}, `${row.length} tokens`)),
+    h("div", { class: "card" }, h("h3", {}, "Prompt", h("small", {}, count(row.promptTokens, "token"))), h("pre", { class: "text" }, brief(row.prompt, 20000))),
+    h("div", { class: "card" }, h("h3", {}, "Response", h("small", {}, count(row.length, "token"))),
       h("div", { class: "seg", role: "tablist", "aria-label": "colour tokens by" }, ...Object.entries(all).map(([name, shade]) =>
         h("button", { role: "tab", class: name === by ? "on" : "", "aria-selected": String(name === by), disabled: !shade.values,
           title: shade.values ? shade.what : "not computed in this run", click: () => change({ by: name }) }, shade.label))),
@@ -55,7 +55,7 @@ function facts(row: Trajectory): Node {
   for (const [name, text] of Object.entries(row.texts)) pairs.push([name, brief(text, 120)]);
   if (row.truth) pairs.push(["ground truth", brief(row.truth, 120)]);
   if (row.source) pairs.push(["data source", brief(row.source, 60)]);
-  if (row.turns > 1 || row.toolCalls) pairs.push(["turns", `${row.turns}, ${row.toolCalls} tool calls`]);
+  if (row.turns > 1 || row.toolCalls) pairs.push(["turns", `${row.turns}, ${count(row.toolCalls, "tool call")}`]);
   if (row.finish) pairs.push(["finish reason", brief(row.finish, 60)]);
   pairs.push(["weights", row.versions.map(([version]) => `v${version}`).join(", ")]);
   if (!Number.isNaN(row.gap)) pairs.push(["largest gap", num(row.gap)]);
@@ -63,46 +63,75 @@ function facts(row: Trajectory): Node {
     row.failure ? h("div", { class: "failure" }, h("dt", {}, "failure"), h("dd", {}, visible(row.failure))) : null);
 }
 
+interface Turn { from: number; to: number; own: boolean }
+
+/** Runs of tokens that the policy generated, and of those that it was given between them. */
+function turnsOf(mask: ArrayLike<number>): Turn[] {
+  const found: Turn[] = [];
+  for (let i = 0; i < mask.length; i++) {
+    const own = Boolean(mask[i]), last = found.at(-1);
+    if (last && last.own === own) last.to = i + 1; else found.push({ from: i, to: i + 1, own });
+  }
+  return found;
+}
+
 function strip(run: Run, row: Trajectory, all: Record<string, Shade>, by: string): Node {
   const tokens = run.tokens(row), shade = all[by]!, values = shade.values, mask = run.mask(row);
   let most = 0;
-  if (values) for (let i = 0; i < values.length; i++) most = Math.max(most, Math.abs(values[i]!));
+  if (values) for (let i = 0; i < values.length; i++) if (!Number.isNaN(values[i])) most = Math.max(most, Math.abs(values[i]!));
   const readout = h("output", { class: "readout" }, "point at a token, or move with the arrow keys");
   const box = h("div", { class: "strip", tabindex: 0, "aria-label": "tokens of the response" });
-  let shown = 0, at = -1;
-  const more = h("button", { click: () => add() });
-  const add = (): void => {
-    const end = Math.min(tokens.length, shown + CHUNK);
-    const parts = document.createDocumentFragment();
-    for (let i = shown; i < end; i++) {
-      const text = tokens[i]!.text;
-      const span = h("span", { class: mask[i] ? "tok" : "tok off", "data-i": i }, visible(text) || "\u2205");
-      if (values) span.style.backgroundColor = shade.color(values[i]!, most);
-      parts.append(span);
-      if (text.includes("\n")) parts.append(h("br"));
-    }
-    shown = end;
-    more.remove();
-    box.append(parts);
-    if (shown < tokens.length) { more.textContent = `show ${Math.min(CHUNK, tokens.length - shown)} more of ${tokens.length}`; box.append(more); }
+  const part = (from: number, to: number): HTMLElement => {
+    let shown = from;
+    const body = h("div"), more = h("button", { click: () => add() });
+    const add = (): void => {
+      const end = Math.min(to, shown + CHUNK);
+      const parts = document.createDocumentFragment();
+      for (; shown < end; shown++) {
+        const text = tokens[shown]!.text;
+        const span = h("span", { class: mask[shown] ? "tok" : "tok off", "data-i": shown }, visible(text) || "\u2205");
+        if (values && !Number.isNaN(values[shown])) span.style.backgroundColor = shade.color(values[shown]!, most);
+        parts.append(span);
+        if (text.includes("\n")) parts.append(h("br"));
+      }
+      more.remove();
+      body.append(parts);
+      if (shown < to) { more.textContent = `show ${Math.min(CHUNK, to - shown)} more of ${to - from}`; body.append(more); }
+    };
+    add();
+    return body;
   };
-  const point = (i: number): void => {
-    if (i < 0 || i >= shown) return;
+  const turns = turnsOf(mask);
+  let own = 0;
+  box.append(...(turns.length < 2 ? [part(0, tokens.length)] : turns.map((turn) => folded(turn, tokens, turn.own ? `turn ${++own}` : "observation", part))));
+  let at = -1;
+  const point = (span: HTMLElement): void => {
     box.querySelector(".tok.at")?.classList.remove("at");
-    const span = box.querySelector(`[data-i="${i}"]`);
-    span?.classList.add("at");
-    at = i;
+    span.classList.add("at");
+    const i = at = Number(span.dataset["i"]);
     readout.replaceChildren(h("b", {}, `${i}`), ` ${visible(tokens[i]!.text)} (id ${tokens[i]!.id}) `, ...Object.values(all).filter((one) => one.values)
       .map((one) => h("span", {}, `${one.label} `, h("b", {}, num(one.values![i])))));
   };
-  box.addEventListener("pointerover", (event) => { const i = (event.target as HTMLElement).dataset?.["i"]; if (i !== undefined) point(Number(i)); });
+  box.addEventListener("pointerover", (event) => { const span = event.target as HTMLElement; if (span.dataset?.["i"] !== undefined) point(span); });
   box.addEventListener("keydown", (event) => {
-    if (event.key !== "ArrowRight" && event.key !== "ArrowLeft") return;
-    point(event.key === "ArrowRight" ? at + 1 : at - 1);
+    const move = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (!move) return;
+    const open = [...box.querySelectorAll<HTMLElement>(".tok")].filter((span) => !span.closest("details:not([open])"));
+    const now = open.findIndex((span) => Number(span.dataset["i"]) === at), next = open[now < 0 ? 0 : now + move];
+    if (next) point(next);
     event.preventDefault();
   });
-  add();
   return h("div", {}, box, readout);
+}
+
+/** One turn, open, or what the policy was given between two turns, folded. */
+function folded(turn: Turn, tokens: { text: string }[], name: string, part: (from: number, to: number) => HTMLElement): HTMLElement {
+  const start = tokens.slice(turn.from, Math.min(turn.to, turn.from + 60)).map(({ text }) => text).join("");
+  const details = h("details", { class: "turn", open: turn.own }, h("summary", {}, h("b", {}, name), ` ${count(turn.to - turn.from, "token")} `, h("span", { class: "start" }, brief(start, 90))));
+  const fill = (): void => { if (details.open && details.childElementCount < 2) details.append(part(turn.from, turn.to)); };
+  details.addEventListener("toggle", fill);
+  fill();
+  return details;
 }
 
 /** All columns of a short response as numbers. */

@@ -2,7 +2,7 @@
 
 import { diverging } from "./color";
 import type { Run, Trajectory } from "./data";
-import { brief, h, num } from "./dom";
+import { brief, count, h, num } from "./dom";
 import { change, link, route } from "./route";
 import { virtualList } from "./virtual";
 
@@ -90,7 +90,7 @@ export function group(runs: Run[]): Node {
       const card = h("a", { class: "answer", href: sampleLink(runs, run, row) },
         h("header", {}, h("b", {}, row.failure ? "failed" : num(row.score)), signed(row.advantage, `advantage ${num(row.advantage)}`)),
         h("pre", { class: "text" }, brief(row.response, 600)),
-        h("footer", {}, `${row.length} tokens`, row.finish && row.finish !== "stop" ? ` \u00b7 ${row.finish}` : "", ` \u00b7 ${row.key.slice(row.uid.length + 1)}`));
+        h("footer", {}, count(row.length, "token"), row.finish && row.finish !== "stop" ? ` \u00b7 ${row.finish}` : "", ` \u00b7 ${row.key.slice(row.uid.length + 1)}`));
       return card;
     })));
 }

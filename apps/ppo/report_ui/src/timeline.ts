@@ -2,10 +2,11 @@
 
 import { css, series, textOn } from "./color";
 import type { Run, Span } from "./data";
-import { h, seconds } from "./dom";
+import { bytes, h, seconds } from "./dom";
 import { link, route } from "./route";
 
 const ROW = 30, TOP = 26, LEFT = 132;
+const NOTHING = "no worker";
 interface Lane { name: string; spans: (Span & { label: string; color: string })[] }
 let view: { from: number; to: number } | null = null;
 
@@ -54,7 +55,9 @@ function lanesOf(run: Run): Lane[] {
     }
     return rows;
   }).flat();
-  return [...(phases.spans.length ? [phases] : []), ...lanes];
+  const syncs: Lane = { name: "weight sync", spans: run.syncs.map(([began, ended, version, size, receivers]) =>
+    ({ worker: -1, stage: -1, began, ended, label: `version ${version}, ${bytes(size)} to ${receivers}`, color: css("--muted") })) };
+  return [phases, ...lanes, syncs].filter((lane) => lane.spans.length);
 }
 
 function draw(canvas: HTMLCanvasElement, lanes: Lane[], run: Run, begin: number): void {
@@ -136,19 +139,53 @@ function connect(canvas: HTMLCanvasElement, tip: HTMLElement, lanes: Lane[], beg
   });
 }
 
+interface Share { busy: number; stages: Map<string, number>; idle: Map<string, number> }
+
+const add = (sums: Map<string, number>, name: string, value: number): void => { sums.set(name, (sums.get(name) ?? 0) + value); };
+
+/** What each worker did between two times and, while it was idle, what the others did; seconds. */
+function shares(run: Run, first: number, last: number): Share[] {
+  const { workers, stages } = run.header.spans as { workers: string[]; stages: string[] };
+  const found = workers.map((): Share => ({ busy: 0, stages: new Map(), idle: new Map() }));
+  const running = workers.map(() => 0), active = new Map<string, number>();
+  const marks: { at: number; worker: number; stage: string; change: number }[] = [];
+  for (const { worker, stage: number, began, ended } of run.spans) {
+    const [from, to, stage] = [Math.max(first, began), Math.min(last, ended), stages[number]!];
+    if (to <= from) continue;
+    add(found[worker]!.stages, stage, to - from);
+    marks.push({ at: from, worker, stage, change: 1 }, { at: to, worker, stage, change: -1 });
+  }
+  marks.sort((a, b) => a.at - b.at);
+  let now = first;
+  const pass = (at: number): void => {
+    const causes = active.size ? [...active.keys()] : [NOTHING];
+    found.forEach((share, i) => {
+      if (running[i]) share.busy += at - now;
+      else for (const cause of causes) add(share.idle, cause, (at - now) / causes.length);
+    });
+    now = at;
+  };
+  for (const { at, worker, stage, change } of marks) {
+    if (at > now) pass(at);
+    running[worker]! += change;
+    add(active, stage, change);
+    if (!active.get(stage)) active.delete(stage);
+  }
+  pass(last);
+  return found;
+}
+
 /** What each worker did with its time between the first and the last step. */
 function totals(run: Run): Node {
-  const { workers, stages } = run.header.spans as { workers: string[]; stages: string[] };
+  const { workers } = run.header.spans as { workers: string[] };
   const first = run.ends[0]?.at ?? 0, last = run.ends.at(-1)?.at ?? 0, whole = last - first;
   if (!(whole > 0)) return h("span");
+  const percent = (value: number): string => `${Math.round((100 * value) / whole)}\u00a0%`;
+  const listed = (sums: Map<string, number>): string => [...sums].filter(([, value]) => value >= whole / 200)
+    .sort((a, b) => b[1] - a[1]).slice(0, 6).map(([name, value]) => `${name}\u00a0${percent(value)}`).join(" \u00b7 ");
   return h("div", { class: "card" }, h("h3", {}, "Share of the time in training"), h("div", { class: "scroll" }, h("table", { class: "plain" },
-    h("tbody", {}, ...workers.map((name, i) => {
-      const sums = new Map<string, number>();
-      for (const span of run.spans) if (span.worker === i && span.began >= first && span.ended <= last)
-        sums.set(stages[span.stage]!, (sums.get(stages[span.stage]!) ?? 0) + span.ended - span.began);
-      const top = [...sums.entries()].sort((a, b) => b[1] - a[1]);
-      const busy = top.reduce((sum, [, value]) => sum + value, 0);
-      return h("tr", {}, h("td", {}, h("b", {}, name)), h("td", { class: "n" }, `${Math.round((100 * Math.min(busy, whole)) / whole)} % busy`),
-        h("td", {}, top.slice(0, 6).map(([stage, value]) => `${stage} ${Math.round((100 * value) / whole)} %`).join(" \u00b7 ")));
-    })))));
+    h("thead", {}, h("tr", {}, h("th", {}, "worker"), h("th", { class: "n" }, "busy"), h("th", {}, "with"), h("th", { class: "n" }, "idle"), h("th", {}, "while others compute"))),
+    h("tbody", {}, ...shares(run, first, last).map(({ busy, stages, idle }, i) => h("tr", {}, h("td", { class: "name" }, h("b", {}, workers[i]!)),
+      h("td", { class: "n" }, percent(busy)), h("td", {}, listed(stages)), h("td", { class: "n" }, percent(whole - busy)), h("td", {}, listed(idle))))))),
+    h("p", { class: "hint" }, `${NOTHING}: the driver or the data plane works`));
 }

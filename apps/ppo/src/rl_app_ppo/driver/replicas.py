@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, TypeVar
 
@@ -168,12 +169,21 @@ class ReplicaSync:
         manager: the weight manager.
         replicas: all rollout replicas that can be replaced.
         whole: all weights are sent in each sync, so replicas can drop them before.
+        on_synced: called after a synchronization with its report, and the Unix time of its begin.
     """
 
-    def __init__(self, manager: CheckpointEngineManager, replicas: Sequence[Replica], *, whole: bool = False) -> None:
+    def __init__(
+        self,
+        manager: CheckpointEngineManager,
+        replicas: Sequence[Replica],
+        *,
+        whole: bool = False,
+        on_synced: Callable[[WeightSyncReport, float], None] | None = None,
+    ) -> None:
         self._manager = manager
         self._replicas = replicas
         self._whole = whole
+        self._on_synced = on_synced
 
     async def update_weights(self, version: int) -> WeightSyncReport:
         """Send a version to all replicas, and again to their successors if all of them died.
@@ -182,6 +192,13 @@ class ReplicaSync:
             WeightSyncError: no replica has the version although none was lost, or it failed twice.
             WorkerError: a new process did not start.
         """
+        began = time.time()
+        report = await self._update(version)
+        if self._on_synced is not None:
+            self._on_synced(report, began)
+        return report
+
+    async def _update(self, version: int) -> WeightSyncReport:
         try:
             return await self._manager.update_weights(version)
         except WeightSyncError:

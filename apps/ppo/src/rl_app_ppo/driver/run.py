@@ -226,7 +226,11 @@ def _connect_rollout(
 
     replicas = {worker: Replica(worker, manager, plan.restarts, say, ray_runs) for worker in pool.replaceable}
     whole = not config.sends_adapters
-    sync = ReplicaSync(manager, list(replicas.values()), whole=whole) if manager else None
+    sync = (
+        ReplicaSync(manager, list(replicas.values()), whole=whole, on_synced=plan.record.weights_synced)
+        if manager
+        else None
+    )
     return _Rollout(replace(workers, rollout=[replicas.get(worker, worker) for worker in pool.rollout]), sync, on_step)
 
 

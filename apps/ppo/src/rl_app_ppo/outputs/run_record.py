@@ -10,9 +10,10 @@ import msgspec
 
 from rl_app_ppo.outputs.run_folder import RECORD
 from rl_protocol import ConfigError
+from rl_protocol.ports import WeightSyncReport
 from rl_trainer.record.read_record import Record, read_record
 from rl_trainer.record.record_file import RecordFile
-from rl_trainer.record.record_rows import AlarmRow, EndRow, PhaseRow, StartRow, StepRow
+from rl_trainer.record.record_rows import AlarmRow, EndRow, PhaseRow, StartRow, StepRow, SyncRow
 
 
 class RunRecord:
@@ -35,6 +36,17 @@ class RunRecord:
     def step_done(self, step: int) -> None:
         """A step is over; 0: the validation before training."""
         self._file.append([StepRow(at=time.time(), step=step)])
+
+    def weights_synced(self, report: WeightSyncReport, began: float) -> None:
+        """A synchronization that began at `began`, Unix time, is over."""
+        row = SyncRow(
+            at=time.time(),
+            began=began,
+            version=report.version,
+            num_bytes=report.num_bytes,
+            receivers=len(report.receivers),
+        )
+        self._file.append([row])
 
     def alarm(self, name: str, text: str) -> None:
         """A warning was printed."""

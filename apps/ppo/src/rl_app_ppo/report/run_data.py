@@ -69,6 +69,7 @@ def packed_run(run: RunData, packer: Packer) -> dict[str, object]:
             "at": packer.add("f8", [row.at for row in record.steps]),
         },
         "spans": _spans(record, packer),
+        "syncs": [(row.began, row.at, row.version, row.num_bytes, row.receivers) for row in record.syncs],
         "trajectories": _trajectories(shown, record.tokens, packer),
     }
 

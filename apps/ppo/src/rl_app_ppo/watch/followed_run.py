@@ -93,5 +93,5 @@ def _in_a_curve(name: str) -> bool:
 
 def _newest(record: Record) -> float:
     """When the last row was written; 0 if there is none."""
-    lists = (record.starts, record.phases, record.steps, record.alarms, record.calls, record.spans)
+    lists = (record.starts, record.phases, record.steps, record.alarms, record.calls, record.spans, record.syncs)
     return max((rows[-1].at for rows in lists if rows), default=0.0)

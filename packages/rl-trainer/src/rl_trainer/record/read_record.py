@@ -16,6 +16,7 @@ from rl_trainer.record.record_rows import (
     SpanRow,
     StartRow,
     StepRow,
+    SyncRow,
     TokensRow,
     TrajectoryRow,
 )
@@ -35,6 +36,7 @@ class Record:
     spans: list[SpanRow] = field(default_factory=list[SpanRow])
     calls: list[CallRow] = field(default_factory=list[CallRow])
     """Calls that workers have not answered yet."""
+    syncs: list[SyncRow] = field(default_factory=list[SyncRow])
     trajectories: list[TrajectoryRow] = field(default_factory=list[TrajectoryRow])
     end: EndRow | None = None
     """None: the run goes on, or was killed."""
@@ -60,7 +62,8 @@ class RecordReader:
     Args:
         folder: of the record.
         recent_s: to follow a long run in little memory: leave out trajectories, and keep the spans
-            of the last `recent_s` seconds and the last one of each worker; None: keep everything.
+            of the last `recent_s` seconds, the last one of each worker, and the last sync; None:
+            keep everything.
     """
 
     def __init__(self, folder: Path, *, recent_s: float | None = None) -> None:
@@ -93,6 +96,7 @@ class RecordReader:
         self._record.trajectories = list(self._seen.values())
         if self._recent_s is not None:
             self._record.spans = _recent(self._record.spans, self._recent_s)
+            del self._record.syncs[:-1]
         return self._record
 
     def _begin_again(self, start: StartRow) -> None:
@@ -128,6 +132,8 @@ def _add(record: Record, row: RecordRow) -> None:
             answered = (row.worker, row.stage, row.began)
             record.calls = [call for call in record.calls if (call.worker, call.stage, call.at) != answered]
             record.spans.append(row)
+        case SyncRow():
+            record.syncs.append(row)
         case EndRow():
             record.end = row
         case RuleRow():

@@ -64,6 +64,16 @@ class SpanRow(_Row, frozen=True, kw_only=True, tag="span"):
     began: float
 
 
+class SyncRow(_Row, frozen=True, kw_only=True, tag="sync"):
+    """The replicas of the rollout have new weights."""
+
+    began: float
+    version: int
+    num_bytes: int
+    """Bytes that each of them received."""
+    receivers: int
+
+
 class RuleRow(_Row, frozen=True, kw_only=True, tag="rule"):
     """By which rule the trajectories after it are chosen."""
 
@@ -115,5 +125,15 @@ class TrajectoryRow(_Row, frozen=True, kw_only=True, tag="trajectory"):
 
 
 RecordRow: TypeAlias = (
-    StartRow | PhaseRow | StepRow | AlarmRow | EndRow | CallRow | SpanRow | RuleRow | TokensRow | TrajectoryRow
+    StartRow
+    | PhaseRow
+    | StepRow
+    | AlarmRow
+    | EndRow
+    | CallRow
+    | SpanRow
+    | SyncRow
+    | RuleRow
+    | TokensRow
+    | TrajectoryRow
 )
