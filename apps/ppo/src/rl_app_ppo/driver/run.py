@@ -16,6 +16,7 @@ from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.driver.hang_watch import hang_watch
 from rl_app_ppo.driver.processes import ProcessPlan, start_processes
 from rl_app_ppo.driver.replicas import Replica, ReplicaSync
+from rl_app_ppo.driver.report_writer import ReportWriter
 from rl_app_ppo.driver.restart_policy import RestartPolicy
 from rl_app_ppo.driver.weight_sync import OnStep, make_sync, measured
 from rl_app_ppo.driver.workers import WorkerPool
@@ -113,7 +114,9 @@ async def run(plan: RunPlan, screen: Screen, startup: Startup) -> Recorder:
             **named_hooks(config.trainer.hooks),
             **_console_hooks(plan, screen),
             "reward failures": RewardFailures(warnings),
+            "the report": (report := ReportWriter(files)),
         }
+        stack.push_async_callback(report.close)
         if config.trainer.profile_steps:
             profiling = _profiling(plan, pool)
             stack.push_async_callback(profiling.close)
