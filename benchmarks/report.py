@@ -34,14 +34,44 @@ def learning_table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def verdict_table(rows: list[Row]) -> str:
-    """One line per question with a bar."""
-    lines = ["| question | value | must | aim | met |", "|" + "---|" * 5]
+def verdict_table(rows: list[Row], later: Mapping[str, str] | None = None) -> str:
+    """One line per question with a bar; `later` has what was measured after it, by question."""
+    again = {row["question"]: later[row["question"]] for row in rows if later and row["question"] in later}
+    columns = ["question", "value", "must", "aim", "met", *(["measured later"] if again else [])]
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     for row in rows:
-        met = "missed" if row["met"] == "no" else row["met"]
         question = str(row["question"]).replace("|", r"\|")
-        lines.append(f"| {question} | {row['value']:g} | {row['must']} | {row['aim']} | {met} |")
+        cells = [question, f"{row['value']:g}", row["must"], row["aim"], met(row)]
+        lines.append("| " + " | ".join([*cells, *([again.get(row["question"], "")] if again else [])]) + " |")
     return "\n".join(lines)
+
+
+def met(row: Row) -> str:
+    """Which bar a verdict meets."""
+    return "missed" if row["met"] == "no" else row["met"]
+
+
+def measured_later(results: Mapping[Path, Document], path: Path) -> dict[str, str]:
+    """Question -> the newest answer of a later day than that of a result, and a link to it."""
+    found: dict[str, str] = {}
+    for other in sorted(results, key=day):
+        if day(other) > day(path):
+            info = f"{results[other].hardware['cpu']}, {day(other)}"
+            for row in verdicts(results[other]):
+                link = f"[{row['value']:g}]({other.relative_to(PAGE.parent)})"
+                found[row["question"]] = f"{link} ({met(row)}; {info})"
+    return found
+
+
+def day(path: Path) -> str:
+    """The date of a result, by its folder."""
+    return path.parent.name.partition("_")[0]
+
+
+def verdicts(document: Document) -> list[Row]:
+    """The rows with a bar, judged as in the tables."""
+    rows = [row for row in document.rows if kind_of(row).name == "verdict"]
+    return as_asked(rows) if document.benchmark.startswith("weight_sync") else rows
 
 
 def as_asked(rows: list[Row]) -> list[Row]:
@@ -249,29 +279,28 @@ PLAIN = {
 }
 
 
-def table(document: Document, path: Path) -> str:
+def table(document: Document, path: Path, later: Mapping[str, str]) -> str:
     """A table for each kind of row, in the order in which they come."""
     kinds: dict[str, list[Row]] = {}
     for row in document.rows:
         kinds.setdefault(kind_of(row).name, []).append(row)
-    if document.benchmark.startswith("weight_sync"):
-        kinds["verdict"] = as_asked(kinds["verdict"])
-    made = {"verdict": verdict_table, "parity": parity_table, "learning": learning_table, "chaos": chaos_table}
-    parts = [plain_table(rows, PLAIN[kind]) if kind in PLAIN else made[kind](rows) for kind, rows in kinds.items()]
+    made = {"parity": parity_table, "learning": learning_table, "chaos": chaos_table}
+    parts: list[str] = []
+    for kind, rows in kinds.items():
+        if kind == "verdict":
+            parts.append(verdict_table(verdicts(document), later))
+        else:
+            parts.append(plain_table(rows, PLAIN[kind]) if kind in PLAIN else made[kind](rows))
     return with_plot("\n\n".join(parts), path)
 
 
-def section(path: Path) -> str:
-    """Heading, provenance and table of one result.
-
-    Raises:
-        ValueError: the file is broken, or a row of it is empty.
-    """
-    document = load(path)
+def section(results: Mapping[Path, Document], path: Path) -> str:
+    """Heading, provenance and table of one result."""
+    document = results[path]
     info = document.hardware
     origin = f"`{' '.join(document.command)}` at commit {document.commit} on {info['cores']} cores of {info['cpu']}, {info['memory_gib']} GiB"
     link = path.relative_to(PAGE.parent)
-    return f"## {document.benchmark}\n\n{origin} ([JSON]({link})).\n\n{table(document, path)}\n"
+    return f"## {document.benchmark}\n\n{origin} ([JSON]({link})).\n\n{table(document, path, measured_later(results, path))}\n"
 
 
 def headline(document: Document, path: Path) -> str:
@@ -363,9 +392,11 @@ def tables() -> str:
     """All tables; first the headlines: central drivers, a step, runs with faults."""
     results = {path: load(path) for path in published_results()}
     whole = [path for path, found in results.items() if {row.get("plane") for row in found.rows} >= HEADLINE_PLANES]
-    newest = sorted(whole, key=lambda path: path.parent.name.partition("_")[0])[-1:]
+    newest = sorted(whole, key=day)[-1:]
     heads = [headline(results[path], path) for path in newest]
-    return "\n".join([*heads, against_trl(results), chaos_headline(results), *map(section, results)])
+    return "\n".join(
+        [*heads, against_trl(results), chaos_headline(results), *(section(results, path) for path in results)]
+    )
 
 
 def between_marks(page: Path, text: str) -> None:

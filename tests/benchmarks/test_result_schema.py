@@ -25,6 +25,7 @@ from report import (
     chaos_matrix,
     chaos_runs,
     headline,
+    measured_later,
     plain_table,
     tables,
     verdict_table,
@@ -204,6 +205,29 @@ def test_weight_sync_is_held_against_the_bars_that_were_asked_for():
     assert [found["met"] for found in asked][:5] == ["aim", "missed", "", "missed", "aim"]
     assert bar_of(f"shm, 2 receivers: {CPU_OF_ALL}").must is None
     assert "| missed |" in verdict_table([{**VERDICT, "met": "no"}])
+
+
+def test_an_old_verdict_names_the_newest_one_of_a_later_day():
+    def made(date: str, value: float, met: str, question: str = "q") -> tuple[Path, Document]:
+        row = {**VERDICT, "question": question, "value": value, "met": met}
+        return PAGE.parent / "results" / "cpu-2x-some-24gib" / f"{date}_0123abcd" / "b.json", broken(rows=[row])
+
+    results = dict(
+        [
+            made("2026-01-04", 4.0, "aim"),
+            made("2026-01-01", 1.0, "no"),
+            made("2026-01-03", 3.0, "no"),
+            made("2026-01-05", 5.0, "aim", "other"),
+        ]
+    )
+    newest, oldest, between, other = results
+    link = "[4](results/cpu-2x-some-24gib/2026-01-04_0123abcd/b.json) (aim; Some CPU, 2026-01-04)"
+    for path in (oldest, between):
+        assert measured_later(results, path)["q"] == link
+    assert measured_later(results, newest).keys() == {"other"}
+    assert measured_later(results, other) == {}
+    assert verdict_table([VERDICT], {"q": link}).endswith(f"| aim | {link} |")
+    assert verdict_table([VERDICT], {"other": link}) == verdict_table([VERDICT])
 
 
 def test_the_headline_has_the_best_central_driver_beside_the_legacy_one():
