@@ -12,9 +12,14 @@ from pathlib import Path
 import psutil
 import pytest
 from app_runs import MARK, PATIENT, command, marked, words_of
+from two_nodes import two_nodes
 
 pytestmark = pytest.mark.timeout(900)
 MODEL = Path("checkpoint", "model.safetensors")
+TWO_HOSTS = (
+    *("trainer.nnodes=2", "transfer_queue.listen=127.0.0.1", "checkpoint_engine.backend=tcp"),
+    *("placement=[actor+reward]", "rollout.num_workers=2"),
+)
 
 
 def arguments(root: Path, name: str, base_model: Path | str, *more: str) -> list[str]:
@@ -82,11 +87,28 @@ def run(root: Path, name: str, base_model: Path | str, mark: str, kills: tuple[i
 def test_a_run_whose_controllers_are_killed_ends_as_one_that_was_left_alone(tmp_path, base_model, mark, kills, more):
     run(tmp_path, "straight", base_model, mark, (), *more)
     said = run(tmp_path, "killed", base_model, mark, kills, *more, "transfer_queue.durability=commit")
+    assert_same_end(tmp_path, said, len(kills))
+
+
+@pytest.mark.slow
+def test_so_does_a_run_over_two_hosts(tmp_path, base_model, mark, monkeypatch):
+    """Workers of the other host, too, find the controller that takes its place."""
+    monkeypatch.setenv("RL_HOST", "a")
+    with two_nodes("a", "b", num_cpus=2) as address:
+        more = (*TWO_HOSTS, f"ray.address={address}", "transfer_queue.durability=commit")
+        run(tmp_path, "straight", base_model, mark, (), *more)
+        said = run(tmp_path, "killed", base_model, mark, (1,), *more)
+    assert "host 2: 0 GPUs, 0 CPUs (rollout-1)" in said
+    assert_same_end(tmp_path, said, 1)
+
+
+def assert_same_end(folder: Path, said: str, kills: int) -> None:
+    """Check that "killed" got a new controller, and that it ended as "straight"."""
     found = re.findall(
-        r"The controller of the data plane \(process \d+\) was killed by SIGKILL: it alone is started again \(restart (\d)",
+        r"The controller of the data plane (?:on \S+ )?\(process \d+\) was killed by SIGKILL: it alone is started again \(restart (\d)",
         said,
     )
-    assert found == [str(number + 1) for number in range(len(kills))], said
-    assert not (tmp_path / "killed" / "attempts").exists()
+    assert found == [str(number + 1) for number in range(kills)], said
+    assert not (folder / "killed" / "attempts").exists()
     assert "resumes" not in said
-    assert (tmp_path / "killed" / MODEL).read_bytes() == (tmp_path / "straight" / MODEL).read_bytes()
+    assert (folder / "killed" / MODEL).read_bytes() == (folder / "straight" / MODEL).read_bytes()
