@@ -106,7 +106,7 @@ def test_of_too_many_tokens_evenly_spread_steps_are_shown(page, monkeypatch):
     header, column = unpacked(page("a", texts=("t",)))
     (run,) = header["runs"]
     assert set(column(run["trajectories"]["step"])) == {2, 4, 6}
-    assert (run["trajectories"]["count"], run["recorded"]) == (48, 96)
+    assert (run["trajectories"]["count"], run["every"]) == (48, 2)
 
 
 def test_rl_report_writes_one_run_or_compares_two(tmp_path):

@@ -10,8 +10,9 @@ import sys
 
 import pytest
 
+from rl_trainer.record import record_file
 from rl_trainer.record.read_record import read_record
-from rl_trainer.record.record_file import RecordFile, read_file
+from rl_trainer.record.record_file import RecordFile, read_blocks, read_file
 from rl_trainer.record.record_rows import AlarmRow, EndRow, SpanRow, StartRow, StepRow, TrajectoryRow
 
 
@@ -57,6 +58,18 @@ def test_a_torn_tail_is_left_out(tmp_path, lost):
     torn = (tmp_path / "a.jsonl.gz").read_bytes() + (tmp_path / "b.jsonl.gz").read_bytes()[:-lost]
     (tmp_path / "c").write_bytes(torn)
     assert read_file(tmp_path / "c")[0] == [first]
+
+
+def test_blocks_that_are_longer_than_a_read_are_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(record_file, "_PIECE", 7)
+    rows = [StepRow(at=float(step), step=step) for step in range(50)]
+    for name, part in (("a", rows[:20]), ("b", rows[20:])):
+        write(tmp_path, name, part)
+    blocks = [(tmp_path / f"{name}.jsonl.gz").read_bytes() for name in "ab"]
+    (tmp_path / "c").write_bytes(b"".join(blocks))
+    ends = [len(blocks[0]), len(blocks[0]) + len(blocks[1])]
+    assert list(read_blocks(tmp_path / "c")) == [(rows[:20], ends[0]), (rows[20:], ends[1])]
+    assert read_file(tmp_path / "c", ends[0]) == (rows[20:], ends[1])
 
 
 def test_a_second_attempt_writes_a_second_file(tmp_path):

@@ -101,5 +101,5 @@ function notable(run: Run): Node {
       h("td", {}, h("a", { href: link("group", [row.step, row.uid]) }, brief(row.prompt, 70))),
       h("td", { class: "text" }, brief(row.response, 70)), h("td", { class: "n" }, num(row.score)))))),
     h("p", { class: "hint" }, `recorded: ${run.header.rule}`,
-      run.header.recorded > run.trajectories.length ? `. Shown: ${run.trajectories.length} of ${run.header.recorded}, from evenly spread steps.` : ""));
+      run.header.every > 1 ? `. Shown: the steps that are multiples of ${run.header.every}, and the last one.` : ""));
 }

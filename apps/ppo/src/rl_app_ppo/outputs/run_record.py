@@ -58,14 +58,14 @@ class RunRecord:
         self._file.close()
 
 
-def read_run(run: Path) -> Record:
-    """Read the record of a run by its folder.
+def read_run(run: Path, most_tokens: int) -> Record:
+    """Read the record of a run by its folder, with at most so many response tokens.
 
     Raises:
         ConfigError: a file of it can't be read.
     """
     folder = run / RECORD
     try:
-        return read_record(folder)
+        return read_record(folder, most_tokens)
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"The record {folder} can't be read: {error}.") from error

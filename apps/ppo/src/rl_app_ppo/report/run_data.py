@@ -16,7 +16,7 @@ from rl_protocol import ConfigError
 from rl_trainer.record.read_record import Record
 from rl_trainer.record.record_rows import TrajectoryRow
 
-MOST_TOKENS = 1_500_000
+MOST_TOKENS = 500_000
 """Response tokens in a report; of a run that has recorded more, evenly spread steps are shown."""
 _SCALE = 1000
 """Token columns are integers: thousandths, within the range of 16 bits."""
@@ -44,13 +44,12 @@ class RunData:
             config, metrics = files.config.read_text(encoding="utf-8"), read_metrics(files.metrics)
         except OSError as error:
             raise ConfigError(f"The run {folder} can't be read: {error}.") from error
-        return cls(name=files.folder.name, config=config, metrics=metrics, record=read_run(folder))
+        return cls(name=files.folder.name, config=config, metrics=metrics, record=read_run(folder, MOST_TOKENS))
 
 
 def packed_run(run: RunData, packer: Packer) -> dict[str, object]:
     """The header of a run; its columns go to the packer."""
     record = run.record
-    shown = _thinned(record.trajectories)
     end = record.end
     return {
         "name": run.name,
@@ -60,7 +59,7 @@ def packed_run(run: RunData, packer: Packer) -> dict[str, object]:
         "attempts": len(record.starts),
         "config": run.config,
         "rule": with_full_keys(record.rule),
-        "recorded": len(record.trajectories),
+        "every": record.every,
         "metrics": _metrics(run.metrics, packer),
         "phases": [(row.name, row.began, row.at) for row in record.phases],
         "alarms": [(row.at, row.name, with_full_keys(row.text)) for row in record.alarms],
@@ -70,7 +69,7 @@ def packed_run(run: RunData, packer: Packer) -> dict[str, object]:
         },
         "spans": _spans(record, packer),
         "syncs": [(row.began, row.at, row.version, row.num_bytes, row.receivers) for row in record.syncs],
-        "trajectories": _trajectories(shown, record.tokens, packer),
+        "trajectories": _trajectories(record.trajectories, record.tokens, packer),
     }
 
 
@@ -90,19 +89,6 @@ def _spans(record: Record, packer: Packer) -> dict[str, object]:
         "began": packer.add("f8", [row.began for row in record.spans]),
         "ended": packer.add("f8", [row.at for row in record.spans]),
     }
-
-
-def _thinned(rows: Sequence[TrajectoryRow]) -> list[TrajectoryRow]:
-    """The rows of evenly spread steps with at most MOST_TOKENS response tokens, at least one."""
-    tokens: dict[int, int] = {}
-    for row in rows:
-        tokens[row.step] = tokens.get(row.step, 0) + len(row.response_ids)
-    steps = sorted(tokens)
-    every = 1
-    while sum(tokens[step] for step in steps[::-every]) > MOST_TOKENS and every < len(steps):
-        every += 1
-    kept = set(steps[::-every])  # from the last, which is always shown
-    return [row for row in rows if row.step in kept]
 
 
 def _trajectories(rows: Sequence[TrajectoryRow], texts: dict[int, str], packer: Packer) -> dict[str, object]:

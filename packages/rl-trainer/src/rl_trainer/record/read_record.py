@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rl_trainer.record.record_file import SUFFIX, read_file
+from rl_trainer.record.kept_trajectories import KeptTrajectories
+from rl_trainer.record.record_file import SUFFIX, read_blocks
 from rl_trainer.record.record_rows import (
     AlarmRow,
     CallRow,
@@ -38,6 +39,8 @@ class Record:
     """Calls that workers have not answered yet."""
     syncs: list[SyncRow] = field(default_factory=list[SyncRow])
     trajectories: list[TrajectoryRow] = field(default_factory=list[TrajectoryRow])
+    every: int = 1
+    """The trajectories are those of steps that are multiples of it, and of the last step."""
     end: EndRow | None = None
     """None: the run goes on, or was killed."""
     rule: str = ""
@@ -46,14 +49,18 @@ class Record:
     """Text of each token id."""
 
 
-def read_record(folder: Path) -> Record:
+def read_record(folder: Path, most_tokens: int | None = None) -> Record:
     """Read all files of a record; empty if there are none.
+
+    Args:
+        folder: of the record.
+        most_tokens: as in RecordReader.
 
     Raises:
         OSError: a file can't be read.
         msgspec.DecodeError: a file holds something else.
     """
-    return RecordReader(folder).read()
+    return RecordReader(folder, most_tokens=most_tokens).read()
 
 
 class RecordReader:
@@ -64,14 +71,15 @@ class RecordReader:
         recent_s: to follow a long run in little memory: leave out trajectories, and keep the spans
             of the last `recent_s` seconds, the last one of each worker, and the last sync; None:
             keep everything.
+        most_tokens: response tokens of the trajectories to keep, as in KeptTrajectories.
     """
 
-    def __init__(self, folder: Path, *, recent_s: float | None = None) -> None:
+    def __init__(self, folder: Path, *, recent_s: float | None = None, most_tokens: int | None = None) -> None:
         self._folder = folder
         self._recent_s = recent_s
         self._read: dict[Path, int] = {}
         self._record = Record()
-        self._seen: dict[tuple[int, str], TrajectoryRow] = {}
+        self._kept = KeptTrajectories(most_tokens)
 
     def read(self) -> Record:
         """The record up to now; the same object each time.
@@ -82,18 +90,20 @@ class RecordReader:
         """
         rows: list[RecordRow] = []
         for path in sorted(self._folder.glob(f"*{SUFFIX}")):
-            more, self._read[path] = read_file(path, self._read.get(path, 0))
-            rows += more
+            for block, end in read_blocks(path, self._read.get(path, 0)):
+                self._read[path] = end
+                for row in block:
+                    if not isinstance(row, TrajectoryRow):
+                        rows.append(row)
+                    elif self._recent_s is None:
+                        self._kept.add(row)
         rows.sort(key=lambda row: row.at)
         for row in rows:
             if isinstance(row, StartRow):
                 self._begin_again(row)
-            elif isinstance(row, TrajectoryRow):
-                if self._recent_s is None:
-                    self._seen[row.step, row.key] = row
             else:
                 _add(self._record, row)
-        self._record.trajectories = list(self._seen.values())
+        self._record.trajectories, self._record.every = self._kept.rows(), self._kept.every
         if self._recent_s is not None:
             self._record.spans = _recent(self._record.spans, self._recent_s)
             del self._record.syncs[:-1]
@@ -105,9 +115,7 @@ class RecordReader:
         self._record.end = None
         self._record.calls.clear()
         self._record.steps = [row for row in self._record.steps if row.step <= start.after]
-        for step, key in list(self._seen):
-            if step > start.after:
-                del self._seen[step, key]
+        self._kept.begin_again(start)
 
 
 def _recent(spans: list[SpanRow], recent_s: float) -> list[SpanRow]:

@@ -8,8 +8,9 @@ import logging
 import os
 import threading
 import zlib
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
@@ -23,6 +24,8 @@ GATHER_S = 1.0
 _LEVEL = 4
 _GZIP = 31
 """wbits of zlib for a gzip member."""
+_PIECE = 1 << 20
+"""Bytes of a file that are read at once."""
 
 
 class RecordFile:
@@ -120,33 +123,42 @@ class _Appended:
 
 
 def read_file(path: Path, begin: int = 0) -> tuple[list[RecordRow], int]:
-    """The rows of all whole blocks of a file from `begin`, and where they end.
+    """The rows of all whole blocks of a file from `begin`, and where they end; see read_blocks."""
+    rows: list[RecordRow] = []
+    for block, end in read_blocks(path, begin):
+        rows += block
+        begin = end
+    return rows, begin
 
-    The file may be growing, or cut anywhere.
+
+def read_blocks(path: Path, begin: int = 0) -> Iterator[tuple[list[RecordRow], int]]:
+    """The rows of each whole block of a file from `begin`, and where the block ends.
+
+    The file may be growing, or cut anywhere. One block is in memory at a time.
 
     Raises:
         OSError: the file can't be read.
         msgspec.DecodeError: a whole block holds something else.
     """
     decoder = msgspec.json.Decoder(RecordRow)
-    rows: list[RecordRow] = []
     with path.open("rb") as file:
         file.seek(begin)
-        for block, size in _whole_blocks(file.read()):
-            rows += decoder.decode_lines(block)
+        for block, size in _whole_blocks(file):
             begin += size
-    return rows, begin
+            yield decoder.decode_lines(block), begin
 
 
-def _whole_blocks(data: bytes) -> Iterable[tuple[bytes, int]]:
-    """Each block, and the bytes that it takes in the file."""
-    while data:
-        inflate = zlib.decompressobj(_GZIP)
+def _whole_blocks(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
+    """Each block, and the bytes that it takes in the file; a torn one ends them."""
+    inflate, parts, size = zlib.decompressobj(_GZIP), list[bytes](), 0
+    data = b""
+    while data := data or file.read(_PIECE):
         try:
-            block = inflate.decompress(data)
+            parts.append(inflate.decompress(data))
         except zlib.error:
-            return  # torn
-        if not inflate.eof:
-            return  # torn
-        yield block, len(data) - len(inflate.unused_data)
+            return
+        size += len(data) - len(inflate.unused_data)
         data = inflate.unused_data
+        if inflate.eof:
+            yield b"".join(parts), size
+            inflate, parts, size = zlib.decompressobj(_GZIP), [], 0

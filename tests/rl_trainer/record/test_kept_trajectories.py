@@ -1,0 +1,81 @@
+"""Which trajectories of a long record are kept, in whatever order its files are read."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_trainer.record.kept_trajectories import KeptTrajectories
+from rl_trainer.record.record_rows import StartRow, TrajectoryRow
+
+
+def trajectory(step: int, key: str = "p/0/0", at: float | None = None, tokens: int = 10) -> TrajectoryRow:
+    return TrajectoryRow(
+        at=float(step) if at is None else at,
+        step=step,
+        key=key,
+        why="random",
+        data_source="s",
+        ground_truth="t",
+        prompt="p",
+        response="r",
+        prompt_ids=[1],
+        response_ids=[2] * tokens,
+        response_mask=[1] * tokens,
+        rollout_log_probs=[-0.5] * tokens,
+        versions=[(0, tokens)],
+    )
+
+
+def steps(kept: KeptTrajectories) -> list[int]:
+    return [row.step for row in kept.rows()]
+
+
+def test_evenly_spread_steps_and_the_newest_are_kept():
+    """Of 10 tokens a step, 50 have room: from 6 steps on every second, from 11 on every fourth."""
+    kept, found = KeptTrajectories(50), {}
+    for step in range(1, 24):
+        kept.add(trajectory(step))
+        found[step] = steps(kept)
+    assert found[5] == [1, 2, 3, 4, 5]
+    assert found[6] == [2, 4, 6]
+    assert found[7] == [2, 4, 6, 7]
+    assert found[10] == [2, 4, 6, 8, 10]
+    assert found[11] == [4, 8, 11]
+    assert found[23] == [8, 16, 23]
+    assert kept.every == 8
+
+
+def test_a_step_that_is_larger_than_all_room_is_kept():
+    kept = KeptTrajectories(5)
+    kept.add(trajectory(1))
+    assert steps(kept) == [1]
+    kept.add(trajectory(2))
+    assert steps(kept) == [2]
+
+
+def test_without_a_limit_everything_is_kept():
+    kept = KeptTrajectories()
+    for step in range(1, 100):
+        kept.add(trajectory(step))
+    assert (len(kept.rows()), kept.every) == (99, 1)
+
+
+ATTEMPTS = [
+    *(trajectory(step, at=float(step)) for step in (1, 2, 3)),
+    StartRow(at=10.0, after=1, steps=9),
+    *(trajectory(step, at=10.0 + step) for step in (2, 3, 4)),
+    StartRow(at=20.0, after=3, steps=9),
+    *(trajectory(step, at=20.0 + step) for step in (4, 5)),
+]
+
+
+@given(st.permutations(ATTEMPTS))
+def test_the_order_of_reading_changes_nothing(rows):
+    kept = KeptTrajectories()
+    for row in rows:
+        if isinstance(row, StartRow):
+            kept.begin_again(row)
+        else:
+            kept.add(row)
+    assert [(row.step, row.at) for row in kept.rows()] == [(1, 1.0), (2, 12.0), (3, 13.0), (4, 24.0), (5, 25.0)]
