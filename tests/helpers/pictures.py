@@ -1,6 +1,6 @@
 """Write the pictures of a run, of its terminal and its report, in docs/images/.
 
-It trains the demo, once well and once badly, and needs Chromium. Run it when
+It trains the demo well, badly, and with a process for each role, and needs Chromium. Run it when
 what a run prints, or its report, has changed:
 
     uv run --group dev python tests/helpers/pictures.py
@@ -101,8 +101,9 @@ def _svg(rows: Sequence[str]) -> str:
     return "\n".join(line.rstrip() for line in drawn.splitlines() if line.strip()) + "\n"
 
 
-async def report_pictures(good: str, bad: str) -> dict[str, bytes]:
-    """PNG by file name: overviews of two reports, and the response with the largest advantage."""
+async def report_pictures(good: str, bad: str, separate: str) -> dict[str, bytes]:
+    """PNG by file name: overviews of two reports, the response with the largest advantage, and the
+    timeline of a run with several workers."""
     async with page(find_chromium() or "", width=1200, height=760) as tab:
         await tab.theme("light")
         await tab.open(bad)
@@ -114,7 +115,11 @@ async def report_pictures(good: str, bad: str) -> dict[str, bytes]:
         await tab.wait_for("document.querySelector('.tok')")
         await tab.size(1200, 620)
         await tab.show(await tab.evaluate("location.hash") + "?by=log_prob")
-        return pictures | {"report-sample.png": await tab.screenshot()}
+        pictures["report-sample.png"] = await tab.screenshot()
+        await tab.open(separate)
+        await tab.size(1200, 700)
+        await tab.show("#timeline")
+        return pictures | {"report-timeline.png": await tab.screenshot()}
 
 
 def main(arguments: list[str]) -> None:
@@ -126,7 +131,9 @@ def main(arguments: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         written = run_in_terminal(["trainer.run_name=demo", *arguments], Path(folder))
         run_in_terminal(["trainer.run_name=fast", "actor.optim.lr=1e-2", *arguments], Path(folder))
-        reports = [Path(folder, "outputs", name, "report.html").as_uri() for name in ("demo", "fast")]
+        separate = ["trainer.run_name=separate", "placement=separate", "rollout.num_workers=2", *arguments]
+        run_in_terminal([*separate, "trainer.total_training_steps=4"], Path(folder))
+        reports = [Path(folder, "outputs", name, "report.html").as_uri() for name in ("demo", "fast", "separate")]
         pictures = {name: text.encode() for name, text in terminal_pictures(written).items()}
         pictures |= asyncio.run(report_pictures(*reports))
     for name, content in pictures.items():

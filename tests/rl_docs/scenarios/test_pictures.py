@@ -37,6 +37,6 @@ def test_the_pictures_of_a_run(base_model: Path, tmp_path: Path):
     assert "\u256d\u2500 demo " in texts(tmp_path / "terminal-run.svg")  # the live panel
     assert "validation accuracy 0." in texts(tmp_path / "terminal-end.svg")
     assert "@font-face" not in (tmp_path / "terminal-end.svg").read_text()  # a font of another host
-    for name in ("report-overview.png", "report-sample.png", "report-bad.png"):
+    for name in ("report-overview.png", "report-sample.png", "report-bad.png", "report-timeline.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     assert {path.name for path in tmp_path.iterdir()} <= {path.name for path in IMAGES.iterdir()}
