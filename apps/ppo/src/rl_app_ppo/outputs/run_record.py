@@ -58,8 +58,8 @@ class RunRecord:
         self._file.close()
 
 
-def read_run(run: Path, most_tokens: int) -> Record:
-    """Read the record of a run by its folder, with at most so many response tokens.
+def read_run(run: Path, most_tokens: int | None = None) -> Record:
+    """Read the record of a run by its folder; `most_tokens` is that of `read_record`.
 
     Raises:
         ConfigError: a file of it can't be read.
