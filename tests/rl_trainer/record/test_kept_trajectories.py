@@ -4,27 +4,10 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from recorded import trajectory
 
 from rl_trainer.record.kept_trajectories import KeptTrajectories
-from rl_trainer.record.record_rows import StartRow, TrajectoryRow
-
-
-def trajectory(step: int, key: str = "p/0/0", at: float | None = None, tokens: int = 10) -> TrajectoryRow:
-    return TrajectoryRow(
-        at=float(step) if at is None else at,
-        step=step,
-        key=key,
-        why="random",
-        data_source="s",
-        ground_truth="t",
-        prompt="p",
-        response="r",
-        prompt_ids=[1],
-        response_ids=[2] * tokens,
-        response_mask=[1] * tokens,
-        rollout_log_probs=[-0.5] * tokens,
-        versions=[(0, tokens)],
-    )
+from rl_trainer.record.record_rows import StartRow
 
 
 def steps(kept: KeptTrajectories) -> list[int]:
@@ -35,7 +18,7 @@ def test_evenly_spread_steps_and_the_newest_are_kept():
     """Of 10 tokens a step, 50 have room: from 6 steps on every second, from 11 on every fourth."""
     kept, found = KeptTrajectories(50), {}
     for step in range(1, 24):
-        kept.add(trajectory(step))
+        kept.add(trajectory(step, tokens=10))
         found[step] = steps(kept)
     assert found[5] == [1, 2, 3, 4, 5]
     assert found[6] == [2, 4, 6]
@@ -48,16 +31,28 @@ def test_evenly_spread_steps_and_the_newest_are_kept():
 
 def test_a_step_that_is_larger_than_all_room_is_kept():
     kept = KeptTrajectories(5)
-    kept.add(trajectory(1))
+    kept.add(trajectory(1, tokens=10))
     assert steps(kept) == [1]
-    kept.add(trajectory(2))
+    kept.add(trajectory(2, tokens=10))
     assert steps(kept) == [2]
+
+
+def test_the_newest_step_of_an_attempt_that_repeats_steps_is_kept():
+    kept = KeptTrajectories(30)
+    for step in (1, 2, 3, 4, 5):
+        kept.add(trajectory(step, tokens=10))
+    assert steps(kept) == [2, 4, 5]
+    kept.begin_again(StartRow(at=100.0, after=2, steps=9))
+    kept.add(trajectory(3, at=103.0, tokens=10))
+    assert steps(kept) == [2, 3]
+    kept.add(trajectory(4, at=104.0, tokens=10))
+    assert steps(kept) == [2, 4]
 
 
 def test_without_a_limit_everything_is_kept():
     kept = KeptTrajectories()
     for step in range(1, 100):
-        kept.add(trajectory(step))
+        kept.add(trajectory(step, tokens=10))
     assert (len(kept.rows()), kept.every) == (99, 1)
 
 

@@ -21,6 +21,8 @@ class KeptTrajectories:
         self._most_tokens = most_tokens
         self._starts: list[StartRow] = []
         self._steps: dict[int, dict[str, TrajectoryRow]] = {}
+        self._newest = 0
+        """The newest step in `_steps`; looked for only when it is removed, not for each row."""
         self._tokens = 0
 
     def begin_again(self, start: StartRow) -> None:
@@ -35,7 +37,7 @@ class KeptTrajectories:
         """Keep a trajectory; of those with one step and key, the latest."""
         if any(row.at < start.at and row.step > start.after for start in self._starts):
             return
-        newest = self.newest
+        newest = self._newest
         if row.step % self.every and row.step < newest:
             return
         old = self._steps.get(row.step, {}).get(row.key)
@@ -44,15 +46,11 @@ class KeptTrajectories:
                 return
             self._remove(old)
         self._steps.setdefault(row.step, {})[row.key] = row
+        self._newest = max(self._newest, row.step)
         self._tokens += len(row.response_ids)
         if row.step > newest > 0 and newest % self.every:
             self._drop(newest)
         self._thin()
-
-    @property
-    def newest(self) -> int:
-        """The newest step; 0 if there is none."""
-        return max(self._steps, default=0)
 
     def rows(self) -> list[TrajectoryRow]:
         """Those that are kept, by time."""
@@ -61,8 +59,7 @@ class KeptTrajectories:
     def _thin(self) -> None:
         while self._most_tokens is not None and self._tokens > self._most_tokens and len(self._steps) > 1:
             self.every *= 2
-            newest = self.newest
-            for step in [step for step in self._steps if step % self.every and step != newest]:
+            for step in [step for step in self._steps if step % self.every and step != self._newest]:
                 self._drop(step)
 
     def _drop(self, step: int) -> None:
@@ -74,3 +71,5 @@ class KeptTrajectories:
         self._tokens -= len(rows.pop(row.key).response_ids)
         if not rows:
             del self._steps[row.step]
+            if row.step == self._newest:
+                self._newest = max(self._steps, default=0)
