@@ -9,29 +9,12 @@ import subprocess
 import sys
 
 import pytest
+from recorded import trajectory
 
 from rl_trainer.record import record_file
 from rl_trainer.record.read_record import read_record
 from rl_trainer.record.record_file import RecordFile, read_blocks, read_file
-from rl_trainer.record.record_rows import AlarmRow, EndRow, SpanRow, StartRow, StepRow, TrajectoryRow
-
-
-def trajectory(step, key, at):
-    return TrajectoryRow(
-        at=at,
-        step=step,
-        key=key,
-        why="random",
-        data_source="s",
-        ground_truth="t",
-        prompt="p",
-        response="r",
-        prompt_ids=[1],
-        response_ids=[2],
-        response_mask=[1],
-        rollout_log_probs=[-0.5],
-        versions=[(0, 1)],
-    )
+from rl_trainer.record.record_rows import AlarmRow, EndRow, SpanRow, StartRow, StepRow
 
 
 def write(folder, name, rows):
