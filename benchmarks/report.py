@@ -6,6 +6,7 @@ uv run benchmarks/report.py
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -284,13 +285,11 @@ def table(document: Document, path: Path, later: Mapping[str, str]) -> str:
     kinds: dict[str, list[Row]] = {}
     for row in document.rows:
         kinds.setdefault(kind_of(row).name, []).append(row)
-    made = {"parity": parity_table, "learning": learning_table, "chaos": chaos_table}
-    parts: list[str] = []
-    for kind, rows in kinds.items():
-        if kind == "verdict":
-            parts.append(verdict_table(verdicts(document), later))
-        else:
-            parts.append(plain_table(rows, PLAIN[kind]) if kind in PLAIN else made[kind](rows))
+    if "verdict" in kinds:
+        kinds["verdict"] = verdicts(document)
+    verdict = partial(verdict_table, later=later)
+    made = {"verdict": verdict, "parity": parity_table, "learning": learning_table, "chaos": chaos_table}
+    parts = [plain_table(rows, PLAIN[kind]) if kind in PLAIN else made[kind](rows) for kind, rows in kinds.items()]
     return with_plot("\n\n".join(parts), path)
 
 
