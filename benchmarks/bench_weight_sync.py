@@ -52,6 +52,7 @@ from rl_ckpt_engine.engines.base import receive_buffer
 from rl_ckpt_engine.engines.delta import delta_engine
 from rl_ckpt_engine.payload import block_stream
 from rl_protocol.batch.weight_tensor import WeightTensor
+from rl_protocol.support.host.aligned_memory import aligned_bytes
 
 ENGINES = ("shm-direct-shared", "shm-shared", "shm-direct", "shm", "tcp", "gloo", "ray", "disk", "delta-shm")
 SHARED = "-shared"
@@ -83,7 +84,8 @@ def versions(gib: float) -> list[list[WeightTensor]]:
         words = (draw.standard_normal(int(np.prod(shape)), np.float32).view(np.uint32) >> 16).astype(np.uint16)
         places = draw.integers(0, words.size, max(1, words.size // 100))
         for change, version in enumerate(made):
-            data = words.copy()
+            data = aligned_bytes(words.nbytes).view(np.uint16)  # as torch aligns tensors
+            data[:] = words
             data[places] ^= change
             version.append(WeightTensor(f"model.layers.{number}.weight", "bfloat16", shape, data.view(np.uint8)))
     return made
@@ -266,7 +268,9 @@ class Ours:
 
 def memcpy(model: list[WeightTensor]) -> Callable[[], None]:
     """Copy every tensor into warm memory."""
-    targets = [np.zeros_like(weight.data) for weight in model]
+    targets = [aligned_bytes(weight.nbytes) for weight in model]
+    for target in targets:
+        target.fill(0)
 
     def copy() -> None:
         for weight, target in zip(model, targets, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from itertools import pairwise
 
+import pytest
 from ckpt_pair import T
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from rl_ckpt_engine import Manifest
 from rl_ckpt_engine.engines.base.receive_buffer import Bucket, ReceiveBuffer
 from rl_ckpt_engine.payload.block_stream import Deadline, emit
+from rl_ckpt_engine.payload.manifest import ALIGN
 from rl_ckpt_engine.testing import assert_same, make_weights
 from rl_protocol.batch.weight_tensor import WeightTensor
 from rl_protocol.errors import WeightSyncError
@@ -81,3 +83,11 @@ def test_buckets_hold_every_missing_byte_once_and_what_was_verified_stays(
             assert manifest.tensor_nbytes <= moved <= manifest.payload_nbytes
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("nbytes", [1, 4_000, 1 << 20, (64 << 20) + 1])
+def test_the_memory_of_a_buffer_is_aligned_like_the_payload(nbytes: int) -> None:
+    memory = ReceiveBuffer(1 << 20).reserve(nbytes)
+    assert memory.nbytes == nbytes
+    assert memory.ctypes.data % ALIGN == 0
+    memory[:] = 1

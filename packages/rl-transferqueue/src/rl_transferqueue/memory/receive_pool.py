@@ -16,13 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_protocol.batch.columns import AnyArray
+from rl_protocol.support.host.aligned_memory import aligned_bytes
 from rl_protocol.support.host.portable import uses_linux
 from rl_transferqueue.memory.anchors import anchored
 
 _POOLED_FROM = 1 << 20
 """Smaller buffers come from the process's allocator, which reuses its pages."""
 _IDLE_BYTES = 512 << 20
-_ALIGN = 64
 
 
 class _InUse:
@@ -47,18 +47,12 @@ class ReceivePool:
         self._lock = threading.RLock()  # a finalizer may run inside `take`
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> AnyArray:
-        """An array that begins at a multiple of 64 bytes, its values not set.
-
-        Blocks do so, too: several processors copy many times slower when the distance between
-        source and target is a few bytes above a multiple of the page size, as it is with memory
-        just as the C library gives it.
-        """
+        """An uninitialized array that begins at a multiple of 64 bytes, as blocks do; see
+        `aligned_bytes`."""
         nbytes = math.prod(shape) * np.dtype(dtype).itemsize
         if nbytes >= _POOLED_FROM:
             return np.frombuffer(self.take(nbytes), dtype).reshape(shape)
-        raw = np.empty(nbytes + _ALIGN, np.uint8)
-        start = -raw.ctypes.data % _ALIGN
-        return raw[start : start + nbytes].view(dtype).reshape(shape)
+        return aligned_bytes(nbytes).view(dtype).reshape(shape)
 
     def take(self, nbytes: int) -> memoryview:
         """Writable memory of that size; it returns to the pool when nothing refers to it

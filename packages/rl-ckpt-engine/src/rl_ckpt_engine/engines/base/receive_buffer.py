@@ -21,6 +21,7 @@ from rl_ckpt_engine.payload.digests import TensorDigest, blocks, tensor_digest
 from rl_ckpt_engine.payload.manifest import ALIGN, Manifest, TensorEntry
 from rl_protocol.batch.weight_tensor import WeightTensor
 from rl_protocol.errors import WeightSyncError
+from rl_protocol.support.host.aligned_memory import aligned_bytes
 
 
 class Bucket:
@@ -92,7 +93,7 @@ class ReceiveBuffer:
         small."""
         if self._memory.nbytes < nbytes:
             self.clear()
-            self._memory = np.empty(nbytes, np.uint8)
+            self._memory = aligned_bytes(nbytes)
         return self._memory
 
     async def fill(self, manifest: Manifest, pull: Pull, deadline: Deadline) -> list[WeightTensor]:

@@ -38,6 +38,7 @@ from rl_ckpt_engine.payload.manifest import (
 from rl_protocol.batch.dtypes import storage_dtype
 from rl_protocol.batch.weight_tensor import WeightTensor
 from rl_protocol.errors import WeightSyncError
+from rl_protocol.support.host.aligned_memory import aligned_bytes
 
 
 class DeltaPlacement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -367,7 +368,7 @@ class _Rollback:
         if self._copy is not None and in_place:
             target.memory = self._copy.memory
         else:
-            target.memory = np.empty(manifest.payload_nbytes, np.uint8)
+            target.memory = aligned_bytes(manifest.payload_nbytes)
         if [e.name for e in manifest.tensors] != [blob.name for blob in blobs]:
             raise WeightSyncError(f"The blobs of version {manifest.version} are not those of its tensors.")
         for entry, whole, blob in zip(manifest.tensors, placement.whole, blobs, strict=True):
@@ -431,7 +432,7 @@ def _next_baseline(base: WeightsCopy | None, pending: _Pending) -> WeightsCopy |
     manifest = pending.manifest
     moved = WeightsCopy(manifest.identity, manifest.tensors, np.empty(0, np.uint8))
     same = base is not None and base.layout() == moved.layout()
-    moved.memory = base.memory if base is not None and same else np.empty(manifest.payload_nbytes, np.uint8)
+    moved.memory = base.memory if base is not None and same else aligned_bytes(manifest.payload_nbytes)
     for entry, updates in zip(manifest.tensors, pending.updates, strict=True):
         data = moved.bytes_of(entry)
         if isinstance(updates, Change) and base is not None and not same:
