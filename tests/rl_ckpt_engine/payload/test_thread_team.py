@@ -21,8 +21,8 @@ def test_a_team_does_each_piece_of_work_once_and_answers_in_order(
     assert sorted(done) == list(range(count))
 
 
-@pytest.mark.parametrize(("processors", "threads"), [(1, 1), (2, 2), (3, 3), (4, 4), (64, 4)])
-def test_a_team_has_a_thread_for_each_of_the_first_processors(
+@pytest.mark.parametrize(("processors", "threads"), [(1, 1), (2, 1), (3, 1), (4, 2), (8, 4), (64, 4)])
+def test_a_team_has_a_thread_for_every_second_processor_up_to_four(
     processors: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rl_ckpt_engine.payload.thread_team.usable_cores", lambda: processors)
