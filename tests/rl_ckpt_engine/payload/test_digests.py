@@ -18,7 +18,7 @@ def test_golden_digests() -> None:
     parts = [data[:BLOCK_BYTES], data[BLOCK_BYTES : 2 * BLOCK_BYTES], b"tail"]
     of_parts = b"".join(xxhash.xxh3_128(part).digest() for part in parts)
     assert tensor_digest(memoryview(data)) == xxhash.xxh3_128(of_parts).digest()
-    assert tensor_digest(memoryview(data)).hex() == "de303df957547867acfe91701c972394"
+    assert tensor_digest(memoryview(data)).hex() == "2a717ab926675a51a831dc9a51d492a7"
 
 
 @settings(max_examples=20)
