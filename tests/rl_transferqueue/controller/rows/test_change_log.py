@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from rl_transferqueue.controller.rows.change_log import ChangeLog
 
@@ -44,3 +45,19 @@ def test_long_keys_are_forgotten_sooner() -> None:
     log.touch(np.array([0]), 2)
     log.add_removed(["k" * (1 << 20)], rows_left=0)
     assert (log.knows(1), log.removed(0, ())) == (False, [])
+
+
+@pytest.mark.parametrize("size", [1, 200])
+@pytest.mark.parametrize("count", [1, 4_095, 4_096, 4_097, 9_000])
+def test_keys_removed_together_are_remembered_as_those_removed_one_by_one(count: int, size: int) -> None:
+    together, alone = ChangeLog(4, version=1), ChangeLog(4, version=1)
+    keys = [f"{number:0{size}}" for number in range(count)]
+    for log in (together, alone):
+        log.touch(np.array([0]), 2)
+        log.add_removed(["first"], rows_left=0)
+        log.touch(np.array([0]), 3)
+    together.add_removed(keys, rows_left=0)
+    for key in keys:
+        alone.add_removed([key], rows_left=0)
+    assert [together.removed(since, ()) for since in (0, 2)] == [alone.removed(since, ()) for since in (0, 2)]
+    assert [together.knows(since) for since in (1, 2, 3)] == [alone.knows(since) for since in (1, 2, 3)]

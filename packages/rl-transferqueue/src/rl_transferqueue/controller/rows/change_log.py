@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterable
+from collections.abc import Container, Sequence
 
 import numpy as np
 
@@ -38,13 +38,17 @@ class ChangeLog:
         self._changed[slots] = version
         self.version = version
 
-    def add_removed(self, keys: Iterable[str], rows_left: int) -> None:
+    def add_removed(self, keys: Sequence[str], rows_left: int) -> None:
         """Rows were cleared in the version of the last `touch`; the oldest of many are
         forgotten."""
-        for key in keys:
-            self._removed.append((self.version, key))
-            self._removed_characters += len(key)
         most = max(_REMOVED, 2 * rows_left)
+        if len(keys) > most:
+            self._removed.clear()
+            self._removed_characters, self._forgotten = 0, self.version
+            keys = keys[-most:]
+        version = self.version
+        self._removed.extend([(version, key) for key in keys])
+        self._removed_characters += sum(map(len, keys))
         while len(self._removed) > most or self._removed_characters > _REMOVED_CHARACTERS * most:
             self._forgotten, key = self._removed.popleft()
             self._removed_characters -= len(key)

@@ -60,7 +60,8 @@ class PartitionTable:
             self._keys.append(keys[0])
             self._generation[slot], self._alive[slot] = first_generation, True
             return np.array([slot]), np.array([True])
-        fresh = [key for key in keys if key not in self._index]
+        none = self._index.keys().isdisjoint(keys)
+        fresh = keys if none else [key for key in keys if key not in self._index]
         if fresh:
             self._reserve(len(fresh))
             start = len(self._keys)
@@ -91,14 +92,26 @@ class PartitionTable:
         self._alive[slots] = False
         self.consumption.clear(slots)
         self.tags.clear(slots)
-        keys: list[str] = []
-        for slot in slots.tolist():
-            key = self._keys[slot]
-            keys.append(key)
-            del self._index[key]
-            self._keys[slot] = ""
+        keys = self._take_keys(slots)
+        if len(keys) == len(self._index):
+            self._index.clear()
+        else:
+            for key in keys:
+                del self._index[key]
         self.changes.add_removed(keys, len(self._index))
         return self.columns.remove(slots, keys)
+
+    def _take_keys(self, slots: Ints) -> list[str]:
+        span = span_of(slots)
+        if span is not None:
+            keys = self._keys[span]
+            self._keys[span] = [""] * len(keys)
+            return keys
+        where = slots.tolist()
+        keys = [self._keys[slot] for slot in where]
+        for slot in where:
+            self._keys[slot] = ""
+        return keys
 
     # -- rows by slot, key and generation
     def slots(self) -> Ints:
