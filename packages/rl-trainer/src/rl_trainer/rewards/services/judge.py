@@ -10,8 +10,9 @@ import asyncio
 import hashlib
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 
@@ -19,8 +20,8 @@ from rl_protocol.errors import UNREADABLE
 from rl_trainer.rewards.scorer import Failure, Outcome, Sample, Scored
 from rl_trainer.rewards.scorer_toml import JudgeConfig
 from rl_trainer.rewards.services.answer_cache import AnswerCache
-from rl_trainer.rewards.services.http_service import HttpService
 from rl_trainer.rewards.services.rubric import question, verdict
+from rl_trainer.rewards.services.service_scorer import ServiceScorer
 
 CACHED = "cached"
 """Number of an outcome: 1 if no question was sent for it, because the answer was in the cache or
@@ -42,7 +43,7 @@ class _Answer(msgspec.Struct, frozen=True):
     choices: list[_Choice]
 
 
-class JudgeScorer:
+class JudgeScorer(ServiceScorer[JudgeConfig]):
     """Scores a response by the answer of a model to a rubric.
 
     Equal questions are asked once, also while the first is under way. With a cache, an answer with
@@ -50,41 +51,29 @@ class JudgeScorer:
     settings. A question without a usable answer is a Failure, never a score.
 
     Args:
-        judge: address, model, rubric, scale, limits and retries.
-        timeout_s: time limit of a question from its first attempt to its answer, not counting the
-            wait for a slot; where the settings have none.
+        config: address, model, rubric, scale, limits and retries.
+        timeout_s: see ServiceScorer.
         environment: contains the key.
-        clock: seconds, for the rate limit.
+        clock: see ServiceScorer.
 
     Raises:
         ConfigError: the key is not in the environment, or the cache can't be opened.
     """
 
+    PATH: ClassVar[str] = "/chat/completions"
     reads_tokens: bool = True
-    compares: bool = False
 
     def __init__(
         self,
-        judge: JudgeConfig,
+        config: JudgeConfig,
         timeout_s: float,
         environment: Mapping[str, str] = os.environ,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._judge = judge
-        self._service = HttpService(
-            judge,
-            timeout_s,
-            "JudgeScorer.timeout_s",
-            path="/chat/completions",
-            environment=environment,
-            clock=clock,
-        )
-        self._cache = AnswerCache(Path(judge.cache).expanduser()) if judge.cache else None
+        super().__init__(config, timeout_s, environment, clock)
+        self._cache = AnswerCache(Path(config.cache).expanduser()) if config.cache else None
         self._asked: dict[bytes, asyncio.Task[Outcome]] = {}
         """Questions that are under way, by key."""
-
-    async def score(self, samples: Sequence[Sample]) -> list[Outcome]:
-        return list(await asyncio.gather(*map(self._one, samples)))
 
     async def close(self) -> None:
         """Cancel what is under way, and close all connections and the cache; safe to call twice."""
@@ -92,7 +81,7 @@ class JudgeScorer:
         for task in under_way:
             task.cancel()
         await asyncio.gather(*under_way, return_exceptions=True)
-        await self._service.close()
+        await super().close()
         if self._cache is not None:
             self._cache.close()
 
@@ -107,7 +96,7 @@ class JudgeScorer:
         return await asyncio.shield(self._asked[key])
 
     def _request(self, sample: Sample) -> bytes:
-        judge = self._judge
+        judge = self._config
         content = question(judge.rubric, sample)
         return msgspec.json.encode(
             {
@@ -122,12 +111,12 @@ class JudgeScorer:
 
     async def _answered(self, key: bytes, body: bytes) -> Outcome:
         kept = None if self._cache is None else await self._cache.get(key)
-        if kept is not None and isinstance(found := verdict(kept, self._judge), Scored):
+        if kept is not None and isinstance(found := verdict(kept, self._config), Scored):
             return self._noted(found, cached=True)
         answer = await self._ask(body)
         if isinstance(answer, Failure):
             return answer
-        outcome = verdict(answer, self._judge)
+        outcome = verdict(answer, self._config)
         if isinstance(outcome, Failure):
             return outcome
         if self._cache is not None:

@@ -9,17 +9,14 @@ engine shards it, batches the requests that are under way, and may use GPUs of i
 
 from __future__ import annotations
 
-import asyncio
-import os
-import time
-from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
 
 import msgspec
 
 from rl_protocol.errors import UNREADABLE
 from rl_trainer.rewards.scorer import Failure, Outcome, Sample, outcome_of
 from rl_trainer.rewards.scorer_toml import ServedModelConfig
-from rl_trainer.rewards.services.http_service import HttpService
+from rl_trainer.rewards.services.service_scorer import ServiceScorer
 
 
 class _Item(msgspec.Struct, frozen=True):
@@ -32,49 +29,20 @@ class _Answer(msgspec.Struct, frozen=True):
     data: list[_Item]
 
 
-class ServedModelScorer:
+class ServedModelScorer(ServiceScorer[ServedModelConfig]):
     """Scores a response with the served model's logit for prompt and response.
 
     The model gets the policy's token ids. A sequence that it does not take, such as one that is too
     long, is a Failure of its sample.
-
-    Args:
-        served: address, model, limits and retries.
-        timeout_s: time limit of a sample from its first attempt to its answer, not counting the
-            wait for a slot; where the settings have none.
-        environment: contains the key.
-        clock: seconds, for the rate limit.
-
-    Raises:
-        ConfigError: the key is not in the environment.
     """
 
+    PATH: ClassVar[str] = "/classify"
     reads_tokens: bool = True
-    compares: bool = False
-
-    def __init__(
-        self,
-        served: ServedModelConfig,
-        timeout_s: float,
-        environment: Mapping[str, str] = os.environ,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._model = served.model
-        self._service = HttpService(
-            served, timeout_s, "ServedModelScorer.timeout_s", path="/classify", environment=environment, clock=clock
-        )
-
-    async def score(self, samples: Sequence[Sample]) -> list[Outcome]:
-        return list(await asyncio.gather(*map(self._one, samples)))
-
-    async def close(self) -> None:
-        """Close all connections; safe to call twice."""
-        await self._service.close()
 
     async def _one(self, sample: Sample) -> Outcome:
         if not sample.tokens:
             return Failure(kind="exception", message="has no tokens to score")
-        asked = {"model": self._model, "input": list(sample.tokens), "use_activation": False}
+        asked = {"model": self._config.model, "input": list(sample.tokens), "use_activation": False}
         answer = await self._service.post(msgspec.json.encode(asked))
         if isinstance(answer, Failure):
             return answer
