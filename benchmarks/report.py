@@ -53,10 +53,14 @@ def met(row: Row) -> str:
 
 
 def measured_later(results: Mapping[Path, Document], path: Path) -> dict[str, str]:
-    """Question -> the newest answer of a later day than that of a result, and a link to it."""
+    """Question -> the newest answer that is later than a result, and a link to it."""
+
+    def when(result: Path) -> str:
+        return results[result].utc or day(result)
+
     found: dict[str, str] = {}
-    for other in sorted(results, key=day):
-        if day(other) > day(path):
+    for other in sorted(results, key=when):
+        if when(other) > when(path):
             info = f"{results[other].hardware['cpu']}, {day(other)}"
             for row in verdicts(results[other]):
                 link = f"[{row['value']:g}]({other.relative_to(PAGE.parent)})"

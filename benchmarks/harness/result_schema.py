@@ -27,6 +27,8 @@ class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     versions: dict[str, str]
     load_average: list[float]
     rows: list[Row]
+    utc: str = ""
+    """When it was written, as in 2026-11-28T13:26:17Z; older files do not say."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,6 +68,7 @@ def write_result(name: str, command: list[str], rows: list[dict[str, Any]]) -> P
         "benchmark": name,
         "command": command,
         "commit": commit(),
+        "utc": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}",
         "hardware": hardware(),
         "versions": {"python": platform.python_version(), **{package: version(package) for package in PACKAGES}},
         "load_average": os.getloadavg(),

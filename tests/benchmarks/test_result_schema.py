@@ -207,22 +207,25 @@ def test_weight_sync_is_held_against_the_bars_that_were_asked_for():
     assert "| missed |" in verdict_table([{**VERDICT, "met": "no"}])
 
 
-def test_an_old_verdict_names_the_newest_one_of_a_later_day():
+def test_an_old_verdict_names_the_newest_one():
     def made(date: str, value: float, met: str, question: str = "q") -> tuple[Path, Document]:
         row = {**VERDICT, "question": question, "value": value, "met": met}
-        return PAGE.parent / "results" / "cpu-2x-some-24gib" / f"{date}_0123abcd" / "b.json", broken(rows=[row])
+        folder = PAGE.parent / "results" / "cpu-2x-some-24gib" / f"{date[:10]}_{value:08.0f}"
+        return folder / "b.json", broken(rows=[row], utc=date if "T" in date else "")
 
     results = dict(
         [
-            made("2026-01-04", 4.0, "aim"),
+            made("2026-01-04T12:00:01Z", 4.0, "aim"),
             made("2026-01-01", 1.0, "no"),
             made("2026-01-03", 3.0, "no"),
+            made("2026-01-04", 6.0, "no"),
+            made("2026-01-04T12:00:00Z", 7.0, "no"),
             made("2026-01-05", 5.0, "aim", "other"),
         ]
     )
-    newest, oldest, between, other = results
-    link = "[4](results/cpu-2x-some-24gib/2026-01-04_0123abcd/b.json) (aim; Some CPU, 2026-01-04)"
-    for path in (oldest, between):
+    newest, *earlier, other = results
+    link = "[4](results/cpu-2x-some-24gib/2026-01-04_00000004/b.json) (aim; Some CPU, 2026-01-04)"
+    for path in earlier:
         assert measured_later(results, path)["q"] == link
     assert measured_later(results, newest).keys() == {"other"}
     assert measured_later(results, other) == {}
