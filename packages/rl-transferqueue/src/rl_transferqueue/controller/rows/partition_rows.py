@@ -92,7 +92,9 @@ class PartitionTable:
         self._alive[slots] = False
         self.consumption.clear(slots)
         self.tags.clear(slots)
-        keys = self._take_keys(slots)
+        keys = self.keys(slots)
+        for slot in slots.tolist():
+            self._keys[slot] = ""
         if len(keys) == len(self._index):
             self._index.clear()
         else:
@@ -100,18 +102,6 @@ class PartitionTable:
                 del self._index[key]
         self.changes.add_removed(keys, len(self._index))
         return self.columns.remove(slots, keys)
-
-    def _take_keys(self, slots: Ints) -> list[str]:
-        span = span_of(slots)
-        if span is not None:
-            keys = self._keys[span]
-            self._keys[span] = [""] * len(keys)
-            return keys
-        where = slots.tolist()
-        keys = [self._keys[slot] for slot in where]
-        for slot in where:
-            self._keys[slot] = ""
-        return keys
 
     # -- rows by slot, key and generation
     def slots(self) -> Ints:
