@@ -54,18 +54,24 @@ def met(row: Row) -> str:
 
 def measured_later(results: Mapping[Path, Document], path: Path) -> dict[str, str]:
     """Question -> the newest answer that is later than a result, and a link to it."""
-
-    def when(result: Path) -> str:
-        return results[result].utc or day(result)
-
     found: dict[str, str] = {}
-    for other in sorted(results, key=when):
-        if when(other) > when(path):
+    for other in by_time(results):
+        if when(results, other) > when(results, path):
             info = f"{results[other].hardware['cpu']}, {day(other)}"
             for row in verdicts(results[other]):
                 link = f"[{row['value']:g}]({other.relative_to(PAGE.parent)})"
                 found[row["question"]] = f"{link} ({met(row)}; {info})"
     return found
+
+
+def by_time(results: Mapping[Path, Document]) -> list[Path]:
+    """The results, oldest first."""
+    return sorted(results, key=partial(when, results))
+
+
+def when(results: Mapping[Path, Document], path: Path) -> str:
+    """The time of a result, or its day if it does not say the time."""
+    return results[path].utc or day(path)
 
 
 def day(path: Path) -> str:
@@ -394,9 +400,8 @@ def chaos_headline(results: Mapping[Path, Document]) -> str:
 def tables() -> str:
     """All tables; first the headlines: central drivers, a step, runs with faults."""
     results = {path: load(path) for path in published_results()}
-    whole = [path for path, found in results.items() if {row.get("plane") for row in found.rows} >= HEADLINE_PLANES]
-    newest = sorted(whole, key=day)[-1:]
-    heads = [headline(results[path], path) for path in newest]
+    whole = [path for path in by_time(results) if {row.get("plane") for row in results[path].rows} >= HEADLINE_PLANES]
+    heads = [headline(results[path], path) for path in whole[-1:]]
     return "\n".join(
         [*heads, against_trl(results), chaos_headline(results), *(section(results, path) for path in results)]
     )
