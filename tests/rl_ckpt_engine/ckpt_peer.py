@@ -62,13 +62,13 @@ class Peer:
         return (await self.endpoint.handle(method.removeprefix(METHODS), bytes.fromhex(payload))).hex()
 
 
-def main() -> None:
+async def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # transport libraries print to stdout
     peer = Peer(*sys.argv[1:])
-    for line in sys.stdin:
+    while line := await asyncio.to_thread(sys.stdin.readline):
         try:
-            answer = {"ok": asyncio.run(peer.call(*json.loads(line)))}
+            answer = {"ok": await peer.call(*json.loads(line))}
         except RLError as error:
             answer = {"error": str(error)}
         answers.write(json.dumps(answer) + "\n")
@@ -76,4 +76,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    asyncio.run(main())

@@ -104,7 +104,7 @@ def test_bytes_that_are_no_request_are_refused() -> None:
         (SenderEndpoint, ["prepare", "join", "send", "serve", "finalize", "abort", "republish"]),
         (
             ReceiverEndpoint,
-            ["prepare", "join", "pause", "receive", "activate", "resume", "sleep", "wake", "republish"],
+            ["prepare", "join", "pause", "prefetch", "receive", "activate", "resume", "sleep", "wake", "republish"],
         ),
         (FollowerEndpoint, ["follow"]),
     ],

@@ -14,9 +14,10 @@ from rl_ckpt_engine import CheckpointEngineConfig, CheckpointEngineManager
 from rl_protocol.errors import WeightSyncError
 
 pytestmark = pytest.mark.slow
+PREFETCHING = ["shm-copy", "tcp"]
 ENGINES = [
     "shm",
-    "tcp",
+    *PREFETCHING,
     "disk",
     "cuda_ipc",
     pytest.param("nixl", marks=pytest.mark.skipif(not loads("nixl_cu12", "nixl_cu13"), reason="NIXL is not installed")),
@@ -68,20 +69,22 @@ def test_a_receiver_killed_in_any_phase_is_named_and_the_other_serves(engine: st
             ]
             doomed = Doomed(bad)
             manager = CheckpointEngineManager(sender, [good, doomed], HURRIED)
-            for version, phase in enumerate(("receive", "activate"), start=1):
+            phases = ["receive", "activate", *(["prefetch"] if engine in PREFETCHING else [])]
+            for version, phase in enumerate(phases, start=1):
                 doomed.phase = phase
                 report = await manager.update_weights(version)
                 assert report.receivers == ("good",), phase
                 assert list(manager.quarantined) == ["bad"], phase
-                assert f"{phase}: bad" in manager.quarantined["bad"]
+                assert f"{'receive' if phase == 'prefetch' else phase}: bad" in manager.quarantined["bad"]
                 assert await good.has(version), phase
                 again = await enter(started("receiver", "bad", engine, tmp_path))
                 doomed = Doomed(again)
                 await manager.add_receiver(doomed)
                 assert await again.has(version), f"who comes back after {phase} has the current version"
-            assert (await manager.update_weights(3)).receivers == ("good", "bad")
-            assert await good.has(3)
-            assert await again.has(3)
+            last = len(phases) + 1
+            assert (await manager.update_weights(last)).receivers == ("good", "bad")
+            assert await good.has(last)
+            assert await again.has(last)
 
     with no_memory_left():
         asyncio.run(run())
@@ -111,6 +114,32 @@ def test_a_sender_killed_in_any_phase_leaves_whole_versions(engine: str, tmp_pat
             assert await one.has(4)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("engine", PREFETCHING)
+def test_a_sender_killed_while_receivers_prefetch_leaves_the_old_weights(engine: str, tmp_path: Path) -> None:
+    async def run() -> None:
+        async with AsyncExitStack() as stack:
+            doomed, next_one, one = [
+                await stack.enter_async_context(started(role, name, engine, tmp_path))
+                for role, name in (("sender", "s"), ("sender", "s2"), ("receiver", "one"))
+            ]
+            sender = Doomed(doomed)
+            manager = CheckpointEngineManager(sender, [one], HURRIED)
+            for version in (1, 2, 3):
+                await manager.update_weights(version)
+            assert manager.metrics["weight_sync/prefetched_bytes"] > 0
+            sender.phase = "send"
+            with pytest.raises(WeightSyncError, match="send: the sender failed"):
+                await manager.update_weights(4)
+            assert await one.has(3)
+            manager = CheckpointEngineManager(next_one, [one], HURRIED)
+            for version in (5, 6, 7):
+                await manager.update_weights(version)
+                assert await one.has(version)
+
+    with no_memory_left():
+        asyncio.run(run())
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -297,6 +297,59 @@ class EngineConformance:
             _close(joiner)
         _close(sender, receiver)
 
+    def test_prefetched_weights_are_those_that_were_sent(self) -> None:
+        sender, receiver = self.joined()
+        if not receiver.capabilities.prefetches:
+            assert refusal(receiver.prefetch(1, timeout_s=_TIMEOUT_S))
+            _close(sender, receiver)
+            return
+        shapes = [(100,), (300, 1000), (0,), (7,)]
+        asyncio.run(receiver.prefetch(1, timeout_s=_TIMEOUT_S))
+        for version in (1, 2):  # a sender may have two memories
+            self.move(sender, receiver, make_weights(shapes, seed=version), version)
+        want = make_weights(shapes, seed=3)
+
+        async def prefetched() -> list[WeightTensor]:
+            await receiver.prefetch(3, timeout_s=_TIMEOUT_S)
+            manifest = await sender.send_weights(iter(want), 3, timeout_s=_TIMEOUT_S)
+            return await receiver.receive_weights(manifest, timeout_s=_TIMEOUT_S)
+
+        assert_same(asyncio.run(prefetched()), want)
+        assert receiver.prefetched_nbytes >= want[1].nbytes
+        sender.finalize(3)
+        self.move(sender, receiver, make_weights(shapes, seed=4), 4)
+        assert receiver.prefetched_nbytes == 0
+        _close(sender, receiver)
+
+    def test_a_prefetch_of_something_else_changes_nothing(self) -> None:
+        sender, receiver = self.joined()
+        if not receiver.capabilities.prefetches:
+            _close(sender, receiver)
+            return
+        shapes = [(100,), (300, 100), (7,)]
+        for version in (1, 2):
+            self.move(sender, receiver, make_weights(shapes, seed=version), version)
+        other, want = make_weights(shapes, seed=3), make_weights(shapes, seed=4)
+        resized = make_weights([(90,), (300, 101), (8,)], seed=5)
+
+        async def prefetched(
+            attempts: Sequence[Sequence[WeightTensor]], version: int, expected: int
+        ) -> list[WeightTensor]:
+            *failed, sent = attempts
+            await receiver.prefetch(expected, timeout_s=_TIMEOUT_S)
+            for weights in failed:
+                await sender.send_weights(iter(weights), version, timeout_s=_TIMEOUT_S)
+                await asyncio.sleep(0.05)  # to be prefetched
+                sender.abort()
+            manifest = await sender.send_weights(iter(sent), version, timeout_s=_TIMEOUT_S)
+            return await receiver.receive_weights(manifest, timeout_s=_TIMEOUT_S)
+
+        cases = [([other, want], 3, 3), ([other], 4, 9), ([resized], 5, 5), ([want], 6, 6)]
+        for attempts, version, expected in cases:
+            assert_same(asyncio.run(prefetched(attempts, version, expected)), attempts[-1])
+            sender.finalize(version)
+        _close(sender, receiver)
+
     def test_receiver_must_have_joined(self) -> None:
         sender, receiver = self.joined()
         manifest = self.send(sender, make_weights([(4,)]), 1)

@@ -37,6 +37,10 @@ class ReceiveAck(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Seconds the receiver spent."""
     verify_seconds: float = 0.0
     """Part of `seconds` spent on digests."""
+    prefetches: bool = False
+    """Whether the receiver can receive the next version while the sender sends it."""
+    prefetched_nbytes: int = 0
+    """Bytes that were there before, by `prefetch`."""
 
 
 class ReceiverEndpoint(EngineEndpoint):
@@ -90,6 +94,16 @@ class ReceiverEndpoint(EngineEndpoint):
                 await cast("PausableReceiver", self._sink).pause()
 
     @operation
+    async def prefetch(self, version: int, timeout_s: float) -> None:
+        """Start to receive `version` while the sender is in `send`; see CheckpointEngine.prefetch.
+
+        Raises:
+            WeightSyncError: the engine can't.
+        """
+        self._staged = None
+        await self._engine.prefetch(version, timeout_s=timeout_s)
+
+    @operation
     async def receive(self, manifest: bytes, timeout_s: float) -> ReceiveAck:
         """Receive and verify the weights of the manifest without activating them.
 
@@ -124,6 +138,8 @@ class ReceiverEndpoint(EngineEndpoint):
             digest=wanted.digest,
             seconds=time.monotonic() - start,
             verify_seconds=self._engine.verify_seconds,
+            prefetches=self._engine.capabilities.prefetches,
+            prefetched_nbytes=self._engine.prefetched_nbytes,
         )
 
     @operation

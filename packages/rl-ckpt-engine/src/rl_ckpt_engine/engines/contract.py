@@ -5,7 +5,8 @@ receiver:
 
     both      prepare -> (build_topology, once all metadata are known) -> init_process_group
     sender    send_weights -> finalize | abort, for each version
-    receiver  receive_weights -> confirm -> (load the weights) -> confirm, for each version
+    receiver  (prefetch) -> receive_weights -> confirm -> (load the weights) -> confirm, for each
+              version
     both      close
 
 Members of an engine that is not elastic move the bytes in a process group:
@@ -60,6 +61,7 @@ class Capabilities:
             `republish`.
         direct: a source can write the next version into the engine's memory: `room`.
         shares: receivers may compute with the received tensors in place: `watch`.
+        prefetches: receivers receive while the sender is in `send_weights`: `prefetch`.
     """
 
     same_host_only: bool
@@ -71,6 +73,7 @@ class Capabilities:
     caches: bool = False
     direct: bool = False
     shares: bool = False
+    prefetches: bool = False
 
 
 class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -112,6 +115,8 @@ class CheckpointEngine(ABC):
     verify_seconds: float = 0.0
     """Seconds that the last `receive_weights` spent on digests; 0.0 if the engine does not measure
     it."""
+    prefetched_nbytes: int = 0
+    """Bytes that the last `receive_weights` had from `prefetch`."""
 
     @classmethod
     def create(cls, config: CheckpointEngineConfig) -> Self:
@@ -261,6 +266,23 @@ class CheckpointEngine(ABC):
         del manifest
         raise self._lacks("has no memory for sinks to compute in")
 
+    # ---- with `prefetches`
+
+    async def prefetch(self, version: int, *, timeout_s: float) -> None:
+        """Receiver: start to receive `version` while the sender is in `send_weights`.
+
+        Returns at once; a task of the running event loop receives what the sender has written. The
+        next `receive_weights` ends it and receives what is missing. Bytes that turn out not to be
+        those of its manifest are received again. Has no effect before the first `receive_weights`.
+        The version received last can't be served (`get_weights`) any more.
+
+        Args:
+            version: the version that the sender will send.
+            timeout_s: the task ends by then.
+        """
+        del version, timeout_s
+        raise self._lacks("receives nothing before its manifest")
+
     # ---- if not `elastic`
 
     async def join(self, *, timeout_s: float) -> None:
@@ -314,6 +336,7 @@ def check_capabilities(engine: type[CheckpointEngine]) -> None:
         "caches": ("get_weights", "republish") if declared.caches else (),
         "direct": ("room",) if declared.direct else (),
         "shares": ("watch",) if declared.shares else (),
+        "prefetches": ("prefetch",) if declared.prefetches else (),
     }
     for capability, methods in needed.items():
         for method in methods:

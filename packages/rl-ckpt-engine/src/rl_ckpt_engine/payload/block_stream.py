@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -108,8 +108,17 @@ class Pacer:
         self._deadline.check()
 
 
-async def emit(weights: Iterable[WeightTensor], target: Target, deadline: Deadline) -> tuple[TensorEntry, ...]:
+async def emit(
+    weights: Iterable[WeightTensor], target: Target, deadline: Deadline, written: Callable[[int], None] | None = None
+) -> tuple[TensorEntry, ...]:
     """Write every tensor to `target`, block by block, and hash it.
+
+    Args:
+        weights: the tensors; iterated once, in the calling thread.
+        target: gets the blocks.
+        deadline: checked after each chunk.
+        written: called after each chunk with the number of bytes, from the start of the payload,
+            that have been written.
 
     Returns:
         The manifest entries of the tensors.
@@ -132,7 +141,10 @@ async def emit(weights: Iterable[WeightTensor], target: Target, deadline: Deadli
 
     with ThreadTeam() as crew:
         for batch in _batches(started(), apart=not target.unordered):
-            await pacer.advance(_take(batch, target, crew, digests))
+            size = _take(batch, target, crew, digests)
+            if written is not None:
+                written(batch[-1].offset + batch[-1].data.nbytes)
+            await pacer.advance(size)
     if not entries:
         raise WeightSyncError("The source of the weights yielded no tensor; a version needs at least one.")
     deadline.check()
@@ -159,6 +171,7 @@ async def verify(
     weights: Iterable[WeightTensor],
     deadline: Deadline,
     copy: npt.NDArray[np.uint8] | None = None,
+    skip: Collection[str] = (),
 ) -> float:
     """Compare the digest of every tensor with the manifest.
 
@@ -168,6 +181,7 @@ async def verify(
         deadline: checked after each chunk.
         copy: uint8 [payload_nbytes]. If given, each tensor is copied to its offset, and the digests
             are those of the copy; a block is hashed while it is in the cache.
+        skip: names of tensors that need neither.
 
     Returns:
         The seconds it took.
@@ -178,8 +192,11 @@ async def verify(
     start = time.monotonic()
     pacer = Pacer(deadline)
     deadline.check()
-    digests: list[list[bytes]] = [[] for _ in manifest.tensors]
-    tensors = (_Tensor(entry.offset, weight.data.data) for entry, weight in zip(manifest.tensors, weights, strict=True))
+    wanted = [
+        (entry, weight) for entry, weight in zip(manifest.tensors, weights, strict=True) if entry.name not in skip
+    ]
+    digests: list[list[bytes]] = [[] for _ in wanted]
+    tensors = (_Tensor(entry.offset, weight.data.data) for entry, weight in wanted)
     with ThreadTeam() as crew:
         for batch in _batches(tensors):
 
@@ -188,7 +205,7 @@ async def verify(
                 return digest_of(block.data if copy is None else _copied(block, copy))
 
             await pacer.advance(_collect(batch, crew.map(check, len(batch)), digests))
-    for entry, found in zip(manifest.tensors, digests, strict=True):
+    for (entry, _), found in zip(wanted, digests, strict=True):
         if (digest := combined(found)) != entry.digest:
             raise damaged(entry, manifest.version, digest)
     deadline.check()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Mapping
 from typing import Protocol
 
@@ -13,10 +14,15 @@ from rl_ckpt_engine.sync.peer_calls import Outcome, call_all, call_one
 from rl_protocol.errors import WeightSyncError
 
 _SENDER = "the sender"
+_log = logging.getLogger(__name__)
 
 
 class ReceiveStrategy(Protocol):
     """How receivers receive a version that was sent."""
+
+    async def prefetch(self, version: int, receivers: Mapping[str, ReceiverHandle], timeout_s: float) -> None:
+        """Let receivers that can start to receive the version, while it is being sent."""
+        ...
 
     async def move(
         self, manifest: bytes, receivers: Mapping[str, ReceiverHandle], timeout_s: float
@@ -26,12 +32,24 @@ class ReceiveStrategy(Protocol):
 
 
 class IndependentReceive:
-    """Each receiver receives independently of the others."""
+    """Each receiver receives independently of the others, and says whether it can prefetch."""
+
+    def __init__(self) -> None:
+        self._prefetching: set[str] = set()
+
+    async def prefetch(self, version: int, receivers: Mapping[str, ReceiverHandle], timeout_s: float) -> None:
+        able = {name: handle for name, handle in receivers.items() if name in self._prefetching}
+        outcome = await call_all("prefetch", able, timeout_s, lambda handle: handle.prefetch(version, timeout_s))
+        for name, reason in outcome.failed.items():  # `move` calls it again and names what is wrong
+            _log.debug("%s: %s", name, reason)
 
     async def move(
         self, manifest: bytes, receivers: Mapping[str, ReceiverHandle], timeout_s: float
     ) -> Outcome[ReceiveAck]:
-        return await call_all("receive", receivers, timeout_s, lambda handle: handle.receive(manifest, timeout_s))
+        outcome = await call_all("receive", receivers, timeout_s, lambda handle: handle.receive(manifest, timeout_s))
+        self._prefetching -= receivers.keys()
+        self._prefetching |= {name for name, ack in outcome.done.items() if ack.prefetches}
+        return outcome
 
 
 class LocalReceive:
@@ -44,6 +62,9 @@ class LocalReceive:
 
     def __init__(self, manifests: Mapping[str, bytes]) -> None:
         self._manifests = manifests
+
+    async def prefetch(self, version: int, receivers: Mapping[str, ReceiverHandle], timeout_s: float) -> None:
+        """Do nothing: the strategy of one version that has been sent."""
 
     async def move(
         self, manifest: bytes, receivers: Mapping[str, ReceiverHandle], timeout_s: float
@@ -73,6 +94,9 @@ class GroupReceive:
         self._engine = engine
         self._sender = sender
         self._members: tuple[str, ...] = ()
+
+    async def prefetch(self, version: int, receivers: Mapping[str, ReceiverHandle], timeout_s: float) -> None:
+        """Do nothing: the group moves a version when all members are ready."""
 
     async def move(
         self, manifest: bytes, receivers: Mapping[str, ReceiverHandle], timeout_s: float

@@ -45,6 +45,7 @@ class SyncRound:
         seconds: phase -> seconds until the slowest receiver answered. `receive` is also split into
             `move` and `verify`.
         send_metrics: the engine's measurements of the send.
+        prefetched_bytes: what each receiver had, at least, before it was asked to receive.
         phase: the current or last phase.
     """
 
@@ -75,6 +76,7 @@ class SyncRound:
         self.not_resumed: dict[str, str] = {}
         self.seconds: dict[str, float] = {}
         self.send_metrics: dict[str, float] = {}
+        self.prefetched_bytes = 0
         self.phase = "send"
         self._moved = False
 
@@ -108,6 +110,7 @@ class SyncRound:
             "version": float(self._version),
             "bytes": float(num_bytes),
             "receivers": float(len(self.active)),
+            "prefetched_bytes": float(self.prefetched_bytes),
             **{f"{phase}_seconds": spent for phase, spent in self.seconds.items()},
             **self.send_metrics,
         }
@@ -120,6 +123,7 @@ class SyncRound:
         )
         self.seconds["verify"] = max(ack.verify_seconds for ack in acks.values())
         self.seconds["move"] = max(ack.seconds - ack.verify_seconds for ack in acks.values())
+        self.prefetched_bytes = min(ack.prefetched_nbytes for ack in acks.values())
         verified = [name for name, ack in acks.items() if self._agrees(name, ack, manifest)]
         self._require(verified)
         echoes = await self._phase(
@@ -137,7 +141,15 @@ class SyncRound:
 
     async def _send(self) -> tuple[bytes, Manifest]:
         self.phase, start = "send", time.monotonic()
-        sent = await call_one("send", _SENDER, self._timeout_s, self._read())
+        sent, prefetching = await asyncio.gather(
+            call_one("send", _SENDER, self._timeout_s, self._read()),
+            self._receive_strategy.prefetch(self._version, self._receivers, self._timeout_s),
+            return_exceptions=True,  # a failed send does not leave calls behind
+        )
+        for result in (sent, prefetching):
+            if isinstance(result, BaseException):
+                raise result
+        assert isinstance(sent, SendAck)
         self.seconds["send"], self.send_metrics = time.monotonic() - start, sent.metrics
         manifest = Manifest.decode(sent.manifest)
         if manifest.version != self._version:

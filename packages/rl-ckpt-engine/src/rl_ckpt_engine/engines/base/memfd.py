@@ -1,12 +1,16 @@
 """Anonymous shared memory (memfd) for one version of the weights; leaves no files behind.
 
-    byte 0      header, 64 bytes: magic, version, state, sync_id, digest of the manifest
+    byte 0      header, 64 bytes: magic, version, state, sync_id, digest of the manifest, written
     byte 4096   payload
+
+`written` is the number of bytes, from the start of the payload, that have their final value.
 
 * The writer MUST set the header to WRITING before it changes the payload, and to COMPLETE
   afterwards.
 * The memory MUST be sealed against shrinking, so a reader that maps it is never killed by SIGBUS.
 * A reader MUST find the same COMPLETE header before it reads the payload and after its last use.
+  It may copy the first `written` bytes earlier, and MUST then use only tensors of the copy whose
+  digest is that of the manifest.
 * Memory that readers map MUST be sealed against new writers before the header is COMPLETE. From
   then on only the writer's existing mapping can change it, and that one is read-only until the
   version is withdrawn. So the bytes that a reader uses are those it verified.
@@ -38,17 +42,18 @@ from rl_protocol.support.host.portable import uses_linux
 from rl_protocol.support.host.shared_memory import allocate, close_memory, create_memory
 
 PAYLOAD_START = 4096
-_HEADER = struct.Struct("<8sQQ16s16s8x")
+_HEADER = struct.Struct("<8sQQ16s16sQ")
 HEADER_BYTES = _HEADER.size
 _MAGIC = b"RLCKPT\x00\x01"
 _WRITING, _COMPLETE = 1, 2
+_NO_VERSION = _HEADER.pack(_MAGIC, 0, _WRITING, bytes(16), bytes(16), 0)
 _F_SEAL_FUTURE_WRITE = 0x10
 """Needs Linux 5.1. The module fcntl has it since Python 3.13."""
 
 
 def complete_header(manifest: Manifest) -> bytes:
     """The header of memory that holds this manifest's complete payload."""
-    return _HEADER.pack(_MAGIC, manifest.version, _COMPLETE, manifest.sync_id, manifest.digest)
+    return _HEADER.pack(_MAGIC, manifest.version, _COMPLETE, manifest.sync_id, manifest.digest, manifest.payload_nbytes)
 
 
 class SlotPlacement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -69,7 +74,8 @@ class Slot:
     def __init__(self) -> None:
         self._fd = _memory()
         self._close = weakref.finalize(self, close_memory, self._fd)
-        self._readable = False
+        self._marked = False  # the header names a version
+        self._progress = (-1, 0)
         self._bytes: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         self._allocated = 0
 
@@ -84,15 +90,29 @@ class Slot:
 
     def begin(self, version: int) -> None:
         """Withdraw the previous version; the payload may be overwritten from now on."""
-        del version
         self.withdraw()
+        self._progress = (version, 0)
+
+    def advance(self, written: int) -> None:
+        """Tell readers that this many bytes of the payload have their final value."""
+        version, _ = self._progress
+        self._progress = (version, written)
+        self._marked = True
+        self._write_header(_HEADER.pack(_MAGIC, version, _WRITING, bytes(16), bytes(16), written))
+
+    def written(self, version: int, offset: int, nbytes: int) -> npt.NDArray[np.uint8] | None:
+        """A part of that version's payload; None if it has not been written. Any thread may call
+        this."""
+        current, written = self._progress
+        return self.payload(offset, nbytes) if current == version and offset + nbytes <= written else None
 
     def withdraw(self) -> None:
         """Mark the payload incomplete for readers."""
-        if not self._readable:
+        self._progress = (-1, 0)
+        if not self._marked:
             return
-        self._readable = False
-        self._write_header(_HEADER.pack(_MAGIC, 0, _WRITING, bytes(16), bytes(16)))
+        self._marked = False
+        self._write_header(_NO_VERSION)
 
     def room(self, sizes: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
         """Writable memory for tensors of these sizes, at the offsets they will have in this order.
@@ -132,7 +152,8 @@ class Slot:
     def complete(self, manifest: Manifest) -> None:
         """Mark the payload complete."""
         self._reserve(manifest.payload_nbytes)
-        self._readable = True
+        self._progress = (manifest.version, manifest.payload_nbytes)
+        self._marked = True
         self._write_header(complete_header(manifest))
 
     def _write_header(self, header: bytes) -> None:
@@ -218,6 +239,8 @@ class SealedSlot(Slot):
         larger = SealedSlot()
         larger._reserve(length - PAYLOAD_START)
         larger._bytes[: self._bytes.nbytes] = self._bytes
+        if self._marked:  # readers of the old memory wait for nothing
+            self._write_header(_NO_VERSION)
         self._close()
         self._fd, self._bytes, self._allocated, self._sealed = larger._fd, larger._bytes, larger._allocated, False
         larger._close.detach()
@@ -252,6 +275,11 @@ class Mapping:
     def header(self) -> bytes:
         """The current header."""
         return self._bytes[: _HEADER.size].tobytes()
+
+    def written(self, version: int) -> int:
+        """How many bytes from the start of the payload have their final value in that version."""
+        magic, current, _, _, _, written = _HEADER.unpack(self.header)
+        return int(written) if (magic, current) == (_MAGIC, version) else 0
 
     def payload(self, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
         """View of a part of the payload; keeps the mapping alive."""

@@ -1,7 +1,9 @@
 """PublishingEngine: base class of engines whose sender publishes a version to fetch.
 
 A subclass checks metadata (`_check_members`), stores the bytes of a version (`VersionStore`) and
-gets them at the receiver: in buckets (`_pull`), or without a copy (`_fetch`).
+gets them at the receiver: in buckets (`_pull`), or without a copy (`_fetch`). One that declares
+`prefetches` also gets what has been written of the next version (`_pull_ahead`), and tells its
+receivers how much that is (`_on_progress`).
 """
 
 from __future__ import annotations
@@ -11,11 +13,12 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Generic, Self
 
 from rl_ckpt_engine.config import CheckpointEngineConfig
+from rl_ckpt_engine.engines.base.prefetch import Prefetch
 from rl_ckpt_engine.engines.base.receive_buffer import Bucket, ReceiveBuffers, receiving, require_received
 from rl_ckpt_engine.engines.base.version_sender import P, VersionSender
 from rl_ckpt_engine.engines.contract import CheckpointEngine, Topology
 from rl_ckpt_engine.payload.block_stream import Deadline
-from rl_ckpt_engine.payload.manifest import Manifest, WeightKind
+from rl_ckpt_engine.payload.manifest import Manifest, TensorEntry, WeightKind, payload_size
 from rl_protocol.batch.weight_tensor import WeightTensor
 from rl_protocol.errors import WeightSyncError
 
@@ -29,10 +32,14 @@ class PublishingEngine(CheckpointEngine, Generic[P]):
     def __init__(self, config: CheckpointEngineConfig | None = None) -> None:
         self._config = CheckpointEngineConfig() if config is None else config
         self._buffers = ReceiveBuffers(self._config.bucket_bytes)
-        self._sending: VersionSender[P] = VersionSender(self.name, self._new_store, self._identity)
+        progress = self._on_progress if self.capabilities.prefetches else None
+        self._sending: VersionSender[P] = VersionSender(self.name, self._new_store, self._identity, progress)
         self._sender: bytes | None = None
         self._received: tuple[Manifest, list[WeightTensor]] | None = None
         self._republisher: PublishingEngine[P] | None = None
+        self._layout: tuple[TensorEntry, ...] = ()
+        self._expected: tuple[TensorEntry, ...] = ()
+        self._prefetch: Prefetch | None = None
 
     @classmethod
     def create(cls, config: CheckpointEngineConfig) -> Self:
@@ -60,6 +67,14 @@ class PublishingEngine(CheckpointEngine, Generic[P]):
         weights = await buffer.fill(manifest, lambda buckets: self._pull(manifest, buckets, deadline), deadline)
         self.verify_seconds = buffer.verify_seconds
         return weights
+
+    def _pull_ahead(self, buckets: Sequence[Bucket], prefetch: Prefetch) -> AsyncGenerator[None]:
+        """As `_pull`, of the version that is being sent; ends when the sender writes no more."""
+        raise NotImplementedError
+
+    def _on_progress(self, store: P, written: int) -> None:
+        """Tell receivers that this many bytes of the version being sent are in the store."""
+        raise NotImplementedError
 
     def _forget_sender(self) -> None:
         """Drop what belongs to the sender joined before: another follows, or the engine closes."""
@@ -107,15 +122,51 @@ class PublishingEngine(CheckpointEngine, Generic[P]):
         there."""
         return self._buffers.current.pulled_nbytes
 
+    async def prefetch(self, version: int, *, timeout_s: float) -> None:
+        """See `CheckpointEngine.prefetch`. Tensors that did not change in the last version, such as
+        frozen weights, are not prefetched."""
+        if not self.capabilities.prefetches:
+            raise self._lacks("receives nothing before its manifest")
+        deadline = Deadline(timeout_s, f"Prefetching version {version}", f"engine {self.name}")
+        await self._end_prefetch(deadline)
+        if self._expected and self._sender is not None:
+            self._received = None  # its memory is reused
+            self._prefetch = Prefetch(version, deadline, self._receive_ahead)
+
+    async def _receive_ahead(self, prefetch: Prefetch) -> None:
+        await self._buffers.next().prefetch(
+            self._expected,
+            payload_size(self._layout),
+            lambda buckets: self._pull_ahead(buckets, prefetch),
+            prefetch.deadline,
+        )
+
+    async def _end_prefetch(self, deadline: Deadline) -> None:
+        if self._prefetch is not None:
+            try:
+                await self._prefetch.end(deadline)
+            finally:
+                if self._prefetch.done:
+                    self._prefetch = None
+
     async def receive_weights(self, manifest: Manifest, *, timeout_s: float) -> list[WeightTensor]:
         deadline = receiving(manifest, timeout_s, self.name)
         self._check_joined(manifest)
         deadline.check()
+        await self._end_prefetch(deadline)
         self._received = None
         weights = await self._fetch(manifest, deadline)
         self._require_there(manifest)
         self._received = (manifest, weights)
+        if self.capabilities.prefetches:
+            self.prefetched_nbytes = self._buffers.current.prefetched_nbytes
+            self._expect(manifest.tensors)
         return weights
+
+    def _expect(self, tensors: tuple[TensorEntry, ...]) -> None:
+        """Expect the tensors that changed since the version before to change in the next one."""
+        former = {entry.name: entry for entry in self._layout}
+        self._layout, self._expected = tensors, tuple(entry for entry in tensors if former.get(entry.name) != entry)
 
     def confirm(self, manifest: Manifest) -> None:
         require_received(manifest, None if self._received is None else self._received[0])
@@ -161,6 +212,8 @@ class PublishingEngine(CheckpointEngine, Generic[P]):
     # ---- end
 
     def close(self) -> None:
+        if self._prefetch is not None:
+            self._prefetch.cancel()
         self._forget_sender()  # before the memory is freed, so that no peer can read it
         self._close_republisher()
         self._received = None

@@ -13,10 +13,11 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from rl_ckpt_engine.payload.block_stream import Deadline, Pacer, damaged
+from rl_ckpt_engine.payload.block_stream import CHUNK_BYTES, Deadline, Pacer, damaged
 from rl_ckpt_engine.payload.digests import TensorDigest, blocks, tensor_digest
 from rl_ckpt_engine.payload.manifest import ALIGN, Manifest, TensorEntry
 from rl_protocol.batch.weight_tensor import WeightTensor
@@ -30,17 +31,17 @@ class Bucket:
     Args:
         start: first byte, relative to the start of the payload.
         memory: the bytes to fill.
-        check: verifies the bytes of all buckets, in order; None: nothing does.
+        check: hashes the bytes of all buckets, in order; None: nothing does.
     """
 
-    def __init__(self, start: int, memory: memoryview, check: _Check | None = None) -> None:
+    def __init__(self, start: int, memory: memoryview, check: _Hasher | None = None) -> None:
         self.start = start
         self.memory = memory
         self._check = check
         self._verified = 0
 
     def verify(self, end: int) -> None:
-        """Verify the bytes before `end` that have not been verified yet; all of them have arrived.
+        """Hash the bytes before `end` that have not been hashed yet; all of them have arrived.
 
         The thread that fills the bucket may call this while the bytes are in the cache.
 
@@ -64,6 +65,7 @@ class ReceiveBuffer:
 
     Attributes:
         pulled_nbytes: bytes that the last `fill` requested, including padding.
+        prefetched_nbytes: bytes that the last `fill` had from `prefetch`.
         verify_seconds: seconds that the last `fill` spent on digests.
     """
 
@@ -71,8 +73,10 @@ class ReceiveBuffer:
         self._bucket_bytes = bucket_bytes
         self._memory: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         self._held: dict[str, TensorEntry] = {}
+        self._prefetched: dict[str, TensorEntry] = {}
         self._user: weakref.ref[Hold] | None = None
         self.pulled_nbytes = 0
+        self.prefetched_nbytes = 0
         self.verify_seconds = 0.0
 
     @property
@@ -105,17 +109,16 @@ class ReceiveBuffer:
         began = time.monotonic()
         missing = await self._keep(manifest, deadline)
         self.verify_seconds = time.monotonic() - began
-        check = _Check(manifest.version, missing, self._held)
+
+        def arrived(entry: TensorEntry, digest: bytes) -> None:
+            if digest != entry.digest:
+                raise damaged(entry, manifest.version, digest)
+            self._held[entry.name] = entry
+
+        check = _Hasher(missing, arrived)
         buckets = list(split_into_buckets(missing, self._memory, self._bucket_bytes, check))
         self.pulled_nbytes = sum(bucket.memory.nbytes for bucket in buckets)
-        filled = 0
-        pacer = Pacer(deadline)
-        async with aclosing(pull(buckets)) as pulled:
-            async for _ in pulled:
-                bucket, filled = buckets[filled], filled + 1
-                for start, piece in blocks(bucket.memory):
-                    bucket.verify(start + piece.nbytes)
-                    await pacer.advance(piece.nbytes)
+        await _pull_all(buckets, pull, deadline)
         check.advance(manifest.payload_nbytes, memoryview(b""))
         self.verify_seconds += check.seconds
         assert len(self._held) == len(manifest.tensors), "every tensor was checked"
@@ -123,6 +126,40 @@ class ReceiveBuffer:
             WeightTensor(entry.name, entry.dtype, entry.shape, self._memory[entry.offset : entry.end])
             for entry in manifest.tensors
         ]
+
+    async def prefetch(
+        self, expected: Sequence[TensorEntry], payload_nbytes: int, pull: Pull, deadline: Deadline
+    ) -> None:
+        """Get tensors of a version whose manifest does not exist yet.
+
+        Args:
+            expected: tensors of the version before, by offset; those of the new version are
+                expected at the same places. Their digests are ignored.
+            payload_nbytes: expected size of the payload.
+            pull: fills the buckets in order; may end early.
+            deadline: of the prefetch.
+
+        Raises:
+            WeightSyncError: the deadline passed. Errors of `pull` propagate.
+        """
+        self.reserve(payload_nbytes)
+        self._prefetched.clear()
+        for entry in expected:
+            self._held.pop(entry.name, None)
+
+        def arrived(entry: TensorEntry, digest: bytes) -> None:
+            self._prefetched[entry.name] = msgspec.structs.replace(entry, digest=digest)
+
+        bucket_bytes = min(self._bucket_bytes, CHUNK_BYTES)
+        buckets = split_into_buckets(expected, self._memory, bucket_bytes, _Hasher(expected, arrived))
+        await _pull_all(list(buckets), pull, deadline)
+
+    def take_prefetched(self, manifest: Manifest) -> dict[str, TensorEntry]:
+        """The prefetched tensors that are those of the manifest; the others are forgotten."""
+        prefetched, self._prefetched = self._prefetched, {}
+        taken = {entry.name: entry for entry in manifest.tensors if prefetched.get(entry.name) == entry}
+        self.prefetched_nbytes = sum(entry.nbytes for entry in taken.values())
+        return taken
 
     @property
     def memory(self) -> npt.NDArray[np.uint8]:
@@ -132,19 +169,20 @@ class ReceiveBuffer:
     def forget(self) -> None:
         """Request every tensor in the next `fill`."""
         self._held.clear()
+        self._prefetched.clear()
 
     def clear(self) -> None:
         """Drop the memory; tensors returned earlier keep it alive."""
         self._memory = np.empty(0, np.uint8)
-        self._held.clear()
+        self.forget()
 
     async def _keep(self, manifest: Manifest, deadline: Deadline) -> list[TensorEntry]:
         """Keep the verified tensors of this manifest and return the missing ones, in order."""
         self.reserve(manifest.payload_nbytes)
-        held, self._held = self._held, {}
+        held, self._held = self._held, self.take_prefetched(manifest)
         pacer = Pacer(deadline)
         for entry in manifest.tensors:
-            if held.get(entry.name) == entry:
+            if entry.name not in self._held and held.get(entry.name) == entry:
                 data = self._memory[entry.offset : entry.end].data
                 if tensor_digest(data) == entry.digest:
                     self._held[entry.name] = entry
@@ -207,7 +245,7 @@ def require_received(manifest: Manifest, last: Manifest | None) -> None:
 
 
 def split_into_buckets(
-    entries: Sequence[TensorEntry], memory: npt.NDArray[np.uint8], bucket_bytes: int, check: _Check | None = None
+    entries: Sequence[TensorEntry], memory: npt.NDArray[np.uint8], bucket_bytes: int, check: _Hasher | None = None
 ) -> Iterator[Bucket]:
     """Split the ranges of these tensors into buckets.
 
@@ -220,31 +258,37 @@ def split_into_buckets(
             yield Bucket(at, memory[at:stop].data, check)
 
 
-class _Check:
-    """Verifies the digests of tensors while their bytes arrive in order.
+async def _pull_all(buckets: Sequence[Bucket], pull: Pull, deadline: Deadline) -> None:
+    """Fill the buckets and hash what `pull` has not hashed; `pull` may end early."""
+    pacer = Pacer(deadline)
+    left = iter(buckets)
+    async with aclosing(pull(buckets)) as pulled:
+        async for _ in pulled:
+            bucket = next(left)
+            for start, piece in blocks(bucket.memory):
+                bucket.verify(start + piece.nbytes)
+                await pacer.advance(piece.nbytes)
+
+
+class _Hasher:
+    """Computes the digests of tensors while their bytes arrive in order.
 
     Args:
-        version: for messages.
         entries: the tensors that arrive.
-        held: gets each verified tensor, by name.
+        arrived: called with each tensor that is complete, and its digest.
 
     Attributes:
         seconds: time spent on digests.
     """
 
-    def __init__(self, version: int, entries: Sequence[TensorEntry], held: dict[str, TensorEntry]) -> None:
-        self._version = version
+    def __init__(self, entries: Sequence[TensorEntry], arrived: Callable[[TensorEntry, bytes], None]) -> None:
         self._entries = list(reversed(entries))
-        self._held = held
+        self._arrived = arrived
         self._digest = TensorDigest()
         self.seconds = 0.0
 
     def advance(self, start: int, piece: memoryview) -> None:
-        """Add the bytes from `start` on and verify the tensors that end within them.
-
-        Raises:
-            WeightSyncError: a tensor is damaged.
-        """
+        """Add the bytes from `start` on; errors of `arrived` propagate."""
         began = time.monotonic()
         self._advance(start, piece)
         self.seconds += time.monotonic() - began
@@ -255,9 +299,7 @@ class _Check:
             self._digest.update(piece[max(entry.offset - start, 0) : max(entry.end - start, 0)])
             if entry.end > stop:
                 return
-            if (digest := self._digest.digest()) != entry.digest:
-                raise damaged(entry, self._version, digest)
-            self._held[entry.name] = self._entries.pop()
+            self._arrived(self._entries.pop(), self._digest.digest())
 
 
 def _runs(entries: Sequence[TensorEntry]) -> Iterator[tuple[int, int]]:

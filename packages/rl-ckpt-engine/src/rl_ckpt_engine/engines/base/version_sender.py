@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from rl_ckpt_engine.engines.base.sent_versions import Published, SentVersions
@@ -48,16 +49,26 @@ class VersionSender(Generic[P]):
         engine: name of the engine, for manifests and messages.
         new_store: creates the store for one version.
         identity: the sender's metadata for manifests.
+        on_progress: called while a version is written, with its store and the number of bytes, from
+            the start of the payload, that are there.
 
     Attributes:
         versions: the versions that receivers may read.
         free: stores without a version; the last one is used next.
     """
 
-    def __init__(self, engine: str, new_store: Callable[[], P], identity: Callable[[], bytes]) -> None:
+    def __init__(
+        self,
+        engine: str,
+        new_store: Callable[[], P],
+        identity: Callable[[], bytes],
+        on_progress: Callable[[P, int], None] | None = None,
+    ) -> None:
         self._engine = engine
         self._new_store = new_store
         self._identity = identity
+        self._on_progress = on_progress
+        self._filling: P | None = None
         self._running: Deadline | None = None
         self.versions: SentVersions[P] = SentVersions()
         self.free: list[P] = []
@@ -70,7 +81,7 @@ class VersionSender(Generic[P]):
         store: P | None = None
         try:
             self._running = Deadline(timeout_s, f"Sending version {version}", f"engine {self._engine}")
-            store = self.free.pop() if self.free else self._new_store()
+            store = self._filling = self.free.pop() if self.free else self._new_store()
             manifest = await self._fill(store, weights, version, kind, self._running)
             self.versions.publish(Published(version, manifest.sync_id, store))
             store = None
@@ -84,7 +95,15 @@ class VersionSender(Generic[P]):
                 store.withdraw()
                 self.free.append(store)
             self.versions.cancel()
-            self._running = None
+            self._running = self._filling = None
+
+    @property
+    def newest(self) -> P | None:
+        """The store of the version that is being sent, or was sent last; None before the first."""
+        if self._filling is not None:
+            return self._filling
+        published = self.versions.pending or self.versions.committed
+        return None if published is None else published.held
 
     def finalize(self, version: int) -> None:
         """See `CheckpointEngine.finalize`."""
@@ -116,7 +135,8 @@ class VersionSender(Generic[P]):
         self, store: P, weights: Iterable[WeightTensor], version: int, kind: WeightKind, deadline: Deadline
     ) -> Manifest:
         store.begin(version)
-        entries = await emit(weights, store, deadline)
+        written = None if self._on_progress is None else partial(self._on_progress, store)
+        entries = await emit(weights, store, deadline, written)
         manifest = Manifest.new(
             entries,
             version=version,

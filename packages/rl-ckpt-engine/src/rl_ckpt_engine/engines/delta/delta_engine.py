@@ -285,7 +285,9 @@ def delta_over(engine: type[CheckpointEngine]) -> type[DeltaEngine]:
         "API_VERSION": 1,
         "__doc__": f"Changes over engine {engine.name!r}.",
         "name": f"delta-{engine.name}",
-        "capabilities": replace(engine.capabilities, zero_copy=False, caches=True, direct=False, shares=False),
+        "capabilities": replace(
+            engine.capabilities, zero_copy=False, caches=True, direct=False, shares=False, prefetches=False
+        ),
         "inner": engine,
     }
     return cast("type[DeltaEngine]", type(f"Delta{engine.__name__}", (base,), facts))

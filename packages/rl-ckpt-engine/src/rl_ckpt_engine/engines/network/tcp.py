@@ -5,8 +5,8 @@
     sender -> receiver   1 byte (1: accepted, 0: refused), proof [32]
     then, any number of times
     receiver -> sender   sync_id [16], u64 offset, u64 size, little-endian
-    sender -> receiver   1 byte (1: the bytes follow, 0: that sync is no longer available), `size`
-    bytes
+    sender -> receiver   1 byte (1: the bytes follow, 0: that sync is no longer available, 2: not
+    written yet), `size` bytes
 
 * Proofs are HMAC-SHA256 over both nonces and the sender's random token. They prove the key, can't
   be replayed, and detect another process on the port of a dead sender. Without a key the empty key
@@ -14,6 +14,9 @@
 * The sender MUST close a connection that has not finished the handshake within `HANDSHAKE_S`.
 * After the handshake, bytes are neither encrypted nor authenticated; the manifest, which is sent
   separately, has their digests.
+* Instead of a sync_id, 8 bytes 0xff and a u64 version ask for bytes of a version whose manifest the
+  receiver does not have. Only these requests are answered by 2. The receiver MUST use only tensors
+  whose digest is that of the manifest.
 * A receiver requests the next bucket before it has the current one, so the sender is not idle while
   it hashes.
 """
@@ -26,6 +29,7 @@ from typing import ClassVar
 
 from rl_ckpt_engine.config import CheckpointEngineConfig
 from rl_ckpt_engine.engines.base.memfd import Slot
+from rl_ckpt_engine.engines.base.prefetch import Prefetch
 from rl_ckpt_engine.engines.base.publishing_engine import PublishingEngine
 from rl_ckpt_engine.engines.base.receive_buffer import Bucket
 from rl_ckpt_engine.engines.contract import Capabilities
@@ -49,14 +53,22 @@ class TcpEngine(PublishingEngine[Slot]):
     API_VERSION: ClassVar[int] = 1
     name: ClassVar[str] = "tcp"
     capabilities: ClassVar[Capabilities] = Capabilities(
-        same_host_only=False, zero_copy=False, elastic=True, devices=("cpu",), caches=True, shares=True
+        same_host_only=False,
+        zero_copy=False,
+        elastic=True,
+        devices=("cpu",),
+        caches=True,
+        shares=True,
+        prefetches=True,
     )
 
     def __init__(self, config: CheckpointEngineConfig | None = None) -> None:
         super().__init__(config)
         key = load_key()
         host = _listen_address(self._config.listen, key)
-        self._transport = TcpTransport(self.name, host, key, self._sending.versions.find)
+        self._transport = TcpTransport(
+            self.name, host, key, self._sending.versions.find, newest=lambda: self._sending.newest
+        )
 
     def prepare(self) -> bytes:
         """Start to listen and return the metadata. A receiver does not listen if `listen` is
@@ -79,6 +91,13 @@ class TcpEngine(PublishingEngine[Slot]):
 
     def _pull(self, manifest: Manifest, buckets: Sequence[Bucket], deadline: Deadline) -> AsyncGenerator[None]:
         return self._transport.pull(manifest, buckets, deadline)
+
+    def _pull_ahead(self, buckets: Sequence[Bucket], prefetch: Prefetch) -> AsyncGenerator[None]:
+        assert self._sender is not None, "only a receiver that has joined prefetches"
+        return self._transport.pull_ahead(self._sender, buckets, prefetch)
+
+    def _on_progress(self, store: Slot, written: int) -> None:
+        store.advance(written)
 
     def close(self) -> None:
         self._transport.close()

@@ -29,6 +29,14 @@ PIECE_BYTES = 512 << 10
 cache."""
 Bytes = npt.NDArray[np.uint8]
 REQUEST = struct.Struct(f"<{DIGEST_BYTES}sQQ")
+_VERSION_ID = struct.Struct("<8sQ")
+_NO_SYNC_ID = b"\xff" * 8
+GONE, FOLLOWS, NOT_YET = b"\x00", b"\x01", b"\x02"
+
+
+def version_id(version: int) -> bytes:
+    """What a request has instead of a sync_id to ask for a version that is being sent."""
+    return _VERSION_ID.pack(_NO_SYNC_ID, version)
 
 
 class BucketSender(Protocol):
@@ -74,6 +82,7 @@ class Server:
         key: key of the handshake.
         token: the sender's token.
         payload: sync_id, offset, size -> that part of its payload, or None.
+        written: the same of a version that may be being sent; None if it has not been written.
         new_bucket_sender: creates the bucket sender of a connection.
     """
 
@@ -83,11 +92,13 @@ class Server:
         key: Secret,
         token: bytes,
         payload: Callable[[bytes, int, int], Bytes | None],
+        written: Callable[[int, int, int], Bytes | None],
         new_bucket_sender: Callable[[], BucketSender],
     ) -> None:
         self._key = key
         self._token = token
         self._payload = payload
+        self._written = written
         self._new_bucket_sender = new_bucket_sender
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family)
@@ -152,11 +163,14 @@ class Server:
         request = _read_exactly(peer, REQUEST.size)
         if not request:
             return False
-        payload = self._payload(*REQUEST.unpack(request))
+        sync_id, offset, nbytes = REQUEST.unpack(request)
+        mark, version = _VERSION_ID.unpack(sync_id)
+        early = mark == _NO_SYNC_ID
+        payload = self._written(version, offset, nbytes) if early else self._payload(sync_id, offset, nbytes)
         if payload is None:
-            peer.sendall(b"\x00")
-            return False
-        peer.sendall(b"\x01")
+            peer.sendall(NOT_YET if early else GONE)
+            return early
+        peer.sendall(FOLLOWS)
         bucket_sender.deliver(peer, payload)
         return True
 

@@ -16,12 +16,15 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Seque
 import msgspec
 
 from rl_ckpt_engine.engines.base.memfd import Slot
+from rl_ckpt_engine.engines.base.prefetch import Prefetch
 from rl_ckpt_engine.engines.base.receive_buffer import Bucket
 from rl_ckpt_engine.engines.base.sent_versions import Published
 from rl_ckpt_engine.engines.network.tcp_secret import HOW_TO_SET
 from rl_ckpt_engine.engines.network.tcp_server import (
+    FOLLOWS,
     MAGIC,
     NONCE_BYTES,
+    NOT_YET,
     PIECE_BYTES,
     REQUEST,
     BucketSender,
@@ -29,6 +32,7 @@ from rl_ckpt_engine.engines.network.tcp_server import (
     Server,
     SocketBucketSender,
     set_options,
+    version_id,
 )
 from rl_ckpt_engine.payload.block_stream import Deadline
 from rl_ckpt_engine.payload.manifest import DIGEST_BYTES, Manifest, decode_struct
@@ -63,6 +67,8 @@ class TcpTransport:
         host: address to listen on.
         key: key of the handshake.
         find: sync_id -> the version of that sync, or None; called in threads of the server.
+        newest: the slot of the version that is being sent, or was sent last; also called in
+            threads. None: nothing is sent before it is published.
         new_bucket_sender: creates the object that sends buckets over a new connection.
         receive_bucket: starts to receive a bucket.
         before_hang_up: called before the connection to the sender is closed.
@@ -78,6 +84,7 @@ class TcpTransport:
         key: Secret,
         find: Callable[[bytes], Published[Slot] | None],
         *,
+        newest: Callable[[], Slot | None] = lambda: None,
         new_bucket_sender: Callable[[], BucketSender] = SocketBucketSender,
         receive_bucket: Callable[[socket.socket, Bucket], BucketReceive] | None = None,
         before_hang_up: Callable[[], None] = _no_more,
@@ -86,6 +93,7 @@ class TcpTransport:
         self._host = host
         self._key = key
         self._find = find
+        self._newest = newest
         self._new_bucket_sender = new_bucket_sender
         self._receive_bucket = BucketReceive if receive_bucket is None else receive_bucket
         self._before_hang_up = before_hang_up
@@ -103,7 +111,9 @@ class TcpTransport:
         """
         if self._server is None:
             try:
-                self._server = Server(self._host, self._key, self._token, self._payload, self._new_bucket_sender)
+                self._server = Server(
+                    self._host, self._key, self._token, self._payload, self._written, self._new_bucket_sender
+                )
             except OSError as error:
                 if error.errno != errno.EADDRNOTAVAIL:
                     raise WeightSyncError(f"Engine {self._engine!r} can't listen at {self._host}: {error}.") from error
@@ -142,10 +152,46 @@ class TcpTransport:
             if not finished:  # answers to requests sent ahead may still arrive
                 self.hang_up()
 
+    async def pull_ahead(self, sender: bytes, buckets: Sequence[Bucket], prefetch: Prefetch) -> AsyncGenerator[None]:
+        """Fill the buckets of a version that is being sent, in order, as far as it has been
+        written."""
+        version, deadline, finished = prefetch.version, prefetch.deadline, False
+        try:
+            with self._named(version, deadline):
+                async with deadline.timeout():
+                    peer = await self._dial(read_member(sender, self._engine))
+            for bucket in buckets:
+                request = REQUEST.pack(version_id(version), bucket.start, bucket.memory.nbytes)
+                while not await self._written_bucket(peer, request, bucket, prefetch):
+                    if not await prefetch.more():
+                        finished = True
+                        return
+                yield
+            finished = True
+        finally:
+            if not finished:
+                self.hang_up()
+
+    async def _written_bucket(self, peer: socket.socket, request: bytes, bucket: Bucket, prefetch: Prefetch) -> bool:
+        """Receive a bucket if it has been written; returns whether it has."""
+        with self._named(prefetch.version, prefetch.deadline):
+            async with prefetch.deadline.timeout():
+                await asyncio.get_running_loop().sock_sendall(peer, request)
+                if (status := await _receive_bytes(peer, 1)) == NOT_YET:
+                    return False
+                if status != FOLLOWS:
+                    raise WeightSyncError(
+                        f"The sender of version {prefetch.version} sends nothing before its manifest."
+                    )
+                await self._receive_all(peer, bucket)
+                return True
+
     def hang_up(self) -> None:
         """Close the connection to the sender; the next pull connects again."""
         self._before_hang_up()
         if self._connection is not None:
+            with contextlib.suppress(OSError):  # ends a thread that still receives
+                self._connection.shutdown(socket.SHUT_RDWR)
             self._connection.close()
             self._connection = None
 
@@ -161,16 +207,25 @@ class TcpTransport:
             published = self._find(sync_id)
             return None if published is None else published.held.payload(offset, nbytes)
 
+    def _written(self, version: int, offset: int, nbytes: int) -> Bytes | None:
+        """A part of a version that may be being sent, or None; called in threads of the server."""
+        with self.lock:
+            newest = self._newest()
+            return None if newest is None else newest.written(version, offset, nbytes)
+
     async def _bucket(self, peer: socket.socket, manifest: Manifest, bucket: Bucket, ahead: Sequence[Bucket]) -> None:
         """Request the buckets `ahead`, then receive `bucket`."""
         for wanted in ahead:
             request = REQUEST.pack(manifest.sync_id, wanted.start, wanted.memory.nbytes)
             await asyncio.get_running_loop().sock_sendall(peer, request)
-        if await _receive_bytes(peer, 1) != b"\x01":
+        if await _receive_bytes(peer, 1) != FOLLOWS:
             raise WeightSyncError(
                 f"Version {manifest.version} is no longer available: the sender withdrew it or has a later version. "
                 "A new sync is needed."
             )
+        await self._receive_all(peer, bucket)
+
+    async def _receive_all(self, peer: socket.socket, bucket: Bucket) -> None:
         receiving = self._receive_bucket(peer, bucket)
         try:
             await receiving.done()

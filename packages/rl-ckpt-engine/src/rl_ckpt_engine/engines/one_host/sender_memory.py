@@ -6,7 +6,7 @@ Receivers map /proc/<pid>/fd/<n> of the sender, whose slots are sealed (see memf
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -16,8 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_ckpt_engine.engines.base.memfd import Mapping, SealedSlot, SlotPlacement, complete_header, gone
+from rl_ckpt_engine.engines.base.prefetch import Prefetch
+from rl_ckpt_engine.engines.base.receive_buffer import Bucket
 from rl_ckpt_engine.engines.base.version_sender import VersionSender
 from rl_ckpt_engine.engines.contract import TensorSpec
+from rl_ckpt_engine.payload.digests import blocks
 from rl_ckpt_engine.payload.manifest import Manifest, decode_struct
 from rl_protocol.batch.weight_tensor import WeightTensor
 from rl_protocol.errors import WeightSyncError
@@ -55,6 +58,26 @@ class SenderMemory:
             WeightTensor(entry.name, entry.dtype, entry.shape, mapping.payload(entry.offset, entry.nbytes))
             for entry in manifest.tensors
         ]
+
+    async def copy_written(self, buckets: Sequence[Bucket], prefetch: Prefetch) -> AsyncGenerator[None]:
+        """Copy the buckets of a version that the sender still writes, as far as it has been
+        written; hashes each block while it is in the cache."""
+        for bucket in buckets:
+            while (mapping := self._written(prefetch.version, bucket.start + bucket.memory.nbytes)) is None:
+                if not await prefetch.more():
+                    return
+            for start, block in blocks(bucket.memory):
+                np.copyto(np.frombuffer(block, np.uint8), mapping.payload(bucket.start + start, block.nbytes))
+                bucket.verify(start + block.nbytes)
+            yield
+
+    def _written(self, version: int, end: int) -> Mapping | None:
+        """The mapping in which the version is written up to that byte; only memory that held an
+        earlier version is mapped."""
+        for mapping in self._mappings.values():
+            if mapping.nbytes >= end and mapping.written(version) >= end:
+                return mapping
+        return None
 
     def require(self, manifest: Manifest) -> None:
         """Check that the memory still holds the version whose `views` were returned.
@@ -115,6 +138,9 @@ class MapsSender:
 
     def _new_store(self) -> SealedSlot:
         return SealedSlot()
+
+    def _on_progress(self, store: SealedSlot, written: int) -> None:
+        store.advance(written)
 
     def room(self, layout: Sequence[TensorSpec]) -> list[npt.NDArray[np.uint8]]:
         sending = self._sending

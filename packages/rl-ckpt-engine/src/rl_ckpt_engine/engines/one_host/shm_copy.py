@@ -1,18 +1,21 @@
 """Engine `shm-copy`: receivers on the same host copy the memory of the sender into their own.
 
 The sender is that of engine `shm`. A receiver copies a version block by block and verifies each
-block of the copy while it is in the cache. If a sink computes with the tensors in place, the next
-version goes into a second buffer, so the version in use depends neither on the sender nor on the
-next sync.
+block of the copy while it is in the cache. It can begin while the sender still writes (`prefetch`).
+If a sink computes with the tensors in place, the next version goes into a second buffer, so the
+version in use depends neither on the sender nor on the next sync.
 """
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator, Sequence
 from typing import ClassVar
 
 from rl_ckpt_engine.config import CheckpointEngineConfig
 from rl_ckpt_engine.engines.base.memfd import SealedSlot
+from rl_ckpt_engine.engines.base.prefetch import Prefetch
 from rl_ckpt_engine.engines.base.publishing_engine import PublishingEngine
+from rl_ckpt_engine.engines.base.receive_buffer import Bucket
 from rl_ckpt_engine.engines.contract import Capabilities
 from rl_ckpt_engine.engines.one_host.sender_memory import MapsSender, SenderMemory
 from rl_ckpt_engine.payload.block_stream import Deadline, verify
@@ -33,6 +36,7 @@ class ShmCopyEngine(MapsSender, PublishingEngine[SealedSlot]):
         caches=True,
         direct=True,
         shares=True,
+        prefetches=True,
     )
 
     def __init__(self, config: CheckpointEngineConfig | None = None) -> None:
@@ -41,10 +45,14 @@ class ShmCopyEngine(MapsSender, PublishingEngine[SealedSlot]):
 
     async def _fetch(self, manifest: Manifest, deadline: Deadline) -> list[WeightTensor]:
         views = self._memory.views(manifest)
-        copy = self._buffers.next().reserve(manifest.payload_nbytes)
-        self.verify_seconds = await verify(manifest, views, deadline, copy=copy)
+        buffer = self._buffers.next()
+        copy, there = buffer.reserve(manifest.payload_nbytes), buffer.take_prefetched(manifest)
+        self.verify_seconds = await verify(manifest, views, deadline, copy=copy, skip=there)
         self._memory.require(manifest)
         return [
             WeightTensor(entry.name, entry.dtype, entry.shape, copy[entry.offset : entry.end])
             for entry in manifest.tensors
         ]
+
+    def _pull_ahead(self, buckets: Sequence[Bucket], prefetch: Prefetch) -> AsyncGenerator[None]:
+        return self._memory.copy_written(buckets, prefetch)
