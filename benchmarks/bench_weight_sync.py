@@ -17,8 +17,10 @@ included, divided by the number of receivers, and that of one receiver process a
 With `-direct` the tensors are in the engine's buffer before the clock starts, as with a trainer
 that exports straight into it. With `-shared` the receivers use the verified weights in the sender's
 memory (engine `shm`), as a rollout engine on the CPU does; without, each copies them (engine
-`shm-copy`). The bars are in harness/weight_sync_bars.py. The ranking, a table
-and a plot beside the JSON, has all engines that were run.
+`shm-copy`). With `-after` the receivers begin when the version has been sent; without, those of
+engines that declare `prefetches` begin with the sender, as in a sync of the manager. The bars are
+in harness/weight_sync_bars.py. The ranking, a table and a plot beside the JSON, has all engines
+that were run.
 """
 
 from __future__ import annotations
@@ -56,6 +58,7 @@ from rl_protocol.support.host.aligned_memory import aligned_bytes
 
 ENGINES = ("shm-direct-shared", "shm-shared", "shm-direct", "shm", "tcp", "gloo", "ray", "disk", "delta-shm")
 SHARED = "-shared"
+AFTER = "-after"
 BUCKET = 64 << 20
 T = 120.0
 _spawn = multiprocessing.get_context("spawn")
@@ -173,6 +176,10 @@ def serve(pipe: Connection, engine_name: str, directory: str, bare: NoDigest) ->
             await engine.join(timeout_s=T)
         loop = asyncio.get_running_loop()
         while (data := await loop.run_in_executor(None, pipe.recv)) is not None:
+            if isinstance(data, int):
+                bare.version = data
+                await engine.prefetch(data, timeout_s=T)
+                continue
             watch = await one(data)  # the former version is in use until this one is there
             watch()
             pipe.send(xxhash.xxh3_128_hexdigest(b"".join(mine[name][:8].tobytes() for name in mine)))
@@ -192,12 +199,14 @@ class Ours:
     def __init__(
         self, name: str, receivers: int, models: list[list[WeightTensor]], directory: str, *, digested: bool = True
     ) -> None:
+        after, name = name.endswith(AFTER), name.removesuffix(AFTER)
         shared, name = name.endswith(SHARED), name.removesuffix(SHARED)
         self.direct, name = name.endswith(DIRECT), name.removesuffix(DIRECT)
         name = "shm-copy" if name == "shm" and not shared else name
         connect_to_ray(name)
         self.bare = None if digested else NoDigest()
         self.engine: CheckpointEngine = CheckpointEngineRegistry().create(name, config(directory))
+        self.prefetches = self.engine.capabilities.prefetches and not after
         self.models = models
         self.version = 0
         self.loop = asyncio.new_event_loop()
@@ -247,6 +256,9 @@ class Ours:
                 self.loop.run_until_complete(self._sync(self.next))
 
     async def _sync(self, model: list[WeightTensor]) -> None:
+        if self.prefetches:
+            for pipe in self.pipes:
+                pipe.send(self.version)
         manifest = await self.engine.send_weights(iter(model), self.version, timeout_s=T)
         for pipe in self.pipes:
             pipe.send(manifest.encode())
