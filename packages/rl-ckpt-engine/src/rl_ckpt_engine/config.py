@@ -33,6 +33,11 @@ class CheckpointEngineConfig(Options):
     bucket_mb: float = option(
         64.0, "engines that copy: MiB asked for at once; two buckets are on their way at any time", gt=0, lt=math.inf
     )
+    prefetch: bool = option(
+        True,
+        "engines shm-copy and tcp: replicas receive while the trainer still sends, which takes less time; false: afterwards, which takes less CPU "
+        "time where both ends share few memory channels",
+    )
     listen: str = option(
         "127.0.0.1",
         "engine tcp: address the sender listens at; any but loopback needs a key (RL_CKPT_KEY_FILE). In an app on several hosts loopback stands "

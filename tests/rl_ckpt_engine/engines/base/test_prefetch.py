@@ -12,7 +12,14 @@ import pytest
 from ckpt_fakes import Sink, Source
 from ckpt_pair import T
 
-from rl_ckpt_engine import CheckpointEngineManager, Manifest, ReceiveAck, ReceiverEndpoint, SenderEndpoint
+from rl_ckpt_engine import (
+    CheckpointEngineConfig,
+    CheckpointEngineManager,
+    Manifest,
+    ReceiveAck,
+    ReceiverEndpoint,
+    SenderEndpoint,
+)
 from rl_ckpt_engine.engines.base.memfd import PAYLOAD_START
 from rl_ckpt_engine.engines.base.publishing_engine import PublishingEngine
 from rl_ckpt_engine.engines.network.tcp import TcpEngine
@@ -208,6 +215,19 @@ def test_a_sync_lets_those_prefetch_that_have_received_before() -> None:
         assert one.calls[-2:] == ["prefetch 4", "receive 4"]
         assert late.calls[-2:] == ["prefetch 4", "receive 4"]
         assert one.sink.loaded == late.sink.loaded == {"w0": source.weights[0].data.tobytes()}
+
+    asyncio.run(run())
+
+
+def test_nothing_is_prefetched_if_it_is_turned_off() -> None:
+    async def run() -> None:
+        source, one = Source(make_weights([(3,)], seed=1)), Prefetching(ShmCopyEngine(), "one")
+        config = CheckpointEngineConfig(prefetch=False)
+        manager = CheckpointEngineManager(SenderEndpoint(ShmCopyEngine(), source), [one], config)
+        for version in (1, 2):
+            await manager.update_weights(version)
+        assert one.calls == ["receive 1", "receive 2"]
+        assert manager.metrics["weight_sync/prefetched_bytes"] == 0
 
     asyncio.run(run())
 

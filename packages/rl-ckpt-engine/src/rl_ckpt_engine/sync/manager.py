@@ -77,7 +77,7 @@ class CheckpointEngineManager:
         self._sender = sender
         self._followers = tuple(followers)
         self._local_senders = local_senders
-        self._receive_strategy = receive_strategy(engine, sender)
+        self._receive_strategy = receive_strategy(engine, sender, prefetch=self._config.prefetch)
         self._replicas = ReplicaSet(receivers, self._config.timeout_s)
         self._lock = asyncio.Lock()
         self.generation = GenerationControl(self._replicas, self._lock, self._config.timeout_s)

@@ -32,9 +32,14 @@ class ReceiveStrategy(Protocol):
 
 
 class IndependentReceive:
-    """Each receiver receives independently of the others, and says whether it can prefetch."""
+    """Each receiver receives independently of the others, and says whether it can prefetch.
 
-    def __init__(self) -> None:
+    Args:
+        prefetch: let those that can.
+    """
+
+    def __init__(self, *, prefetch: bool) -> None:
+        self._prefetch = prefetch
         self._prefetching: set[str] = set()
 
     async def prefetch(self, version: int, receivers: Mapping[str, ReceiverHandle], timeout_s: float) -> None:
@@ -48,7 +53,7 @@ class IndependentReceive:
     ) -> Outcome[ReceiveAck]:
         outcome = await call_all("receive", receivers, timeout_s, lambda handle: handle.receive(manifest, timeout_s))
         self._prefetching -= receivers.keys()
-        self._prefetching |= {name for name, ack in outcome.done.items() if ack.prefetches}
+        self._prefetching |= {name for name, ack in outcome.done.items() if self._prefetch and ack.prefetches}
         return outcome
 
 
@@ -153,9 +158,11 @@ class GroupReceive:
         return await _reason(call_one("serve", _SENDER, timeout_s, self._sender.serve(manifest, timeout_s)))
 
 
-def receive_strategy(engine: type[CheckpointEngine] | None, sender: SenderHandle) -> ReceiveStrategy:
+def receive_strategy(engine: type[CheckpointEngine] | None, sender: SenderHandle, *, prefetch: bool) -> ReceiveStrategy:
     """The strategy for an engine; without an engine, receivers receive independently."""
-    return IndependentReceive() if engine is None or engine.capabilities.elastic else GroupReceive(engine, sender)
+    if engine is None or engine.capabilities.elastic:
+        return IndependentReceive(prefetch=prefetch)
+    return GroupReceive(engine, sender)
 
 
 def _with(reason: str, served: str) -> str:
