@@ -28,6 +28,8 @@ def test_an_engine_carries_the_weights_of_a_run(app, engine):
     assert [m["training/off_policy/trajectory_staleness_worst/max"] for m in trained] == [0, 0, 0]
     assert all(m["weight_sync/bytes"] == FULL for m in trained)
     assert all(m["weight_sync/receive_seconds"] > 0 for m in trained)
+    prefetched = [m["weight_sync/prefetched_bytes"] > 0 for m in trained]
+    assert prefetched == ([False, True, True] if engine == "tcp" else [False] * 3)
     # Steps 2 and 3 generate with trained weights, so a failed sync would give other log-probs.
     assert max(m["training/rollout_log_probs_diff_max"] for m in trained) < 1e-4
     assert any(m["actor/grad_norm"] > 0 for m in trained[:2])
