@@ -18,7 +18,9 @@ With `-direct` the tensors are in the engine's buffer before the clock starts, a
 that exports straight into it. With `-shared` the receivers use the verified weights in the sender's
 memory (engine `shm`), as a rollout engine on the CPU does; without, each copies them (engine
 `shm-copy`). With `-after` the receivers begin when the version has been sent; without, those of
-engines that declare `prefetches` begin with the sender, as in a sync of the manager. The bars are
+engines that declare `prefetches` begin with the sender, as in a sync of the manager. Both ways are
+also compared with a sender that casts the same bytes from float32 to bfloat16 while it reads them,
+as `rollout.dtype=bfloat16` does. The bars are
 in harness/weight_sync_bars.py. The ranking, a table and a plot beside the JSON, has all engines
 that were run.
 """
@@ -41,7 +43,7 @@ from typing import Any
 import numpy as np
 import xxhash
 from harness.pairs import Subject, cpu_seconds, paired, publish, summary, take_turns, verdict
-from harness.weight_sync_bars import CPU_OF_ALL, CPU_OF_ONE, DIGESTS, DIRECT, SPEED, VERL, bar_of
+from harness.weight_sync_bars import CPU_OF_ALL, CPU_OF_ONE, DIGESTS, DIRECT, PREFETCHED, SPEED, VERL, bar_of
 
 from rl_ckpt_engine import (
     CheckpointEngine,
@@ -50,6 +52,7 @@ from rl_ckpt_engine import (
     Manifest,
     TensorSpec,
 )
+from rl_ckpt_engine.endpoints.cast_dtype import cast_all
 from rl_ckpt_engine.engines.base import receive_buffer
 from rl_ckpt_engine.engines.delta import delta_engine
 from rl_ckpt_engine.payload import block_stream
@@ -59,6 +62,7 @@ from rl_protocol.support.host.aligned_memory import aligned_bytes
 ENGINES = ("shm-direct-shared", "shm-shared", "shm-direct", "shm", "tcp", "gloo", "ray", "disk", "delta-shm")
 SHARED = "-shared"
 AFTER = "-after"
+CASTING = ("shm", "tcp")
 BUCKET = 64 << 20
 T = 120.0
 _spawn = multiprocessing.get_context("spawn")
@@ -194,11 +198,22 @@ def config(directory: str) -> CheckpointEngineConfig:
 
 
 class Ours:
-    """An engine and its receivers, with digests or without."""
+    """An engine and its receivers, with digests or without.
+
+    With `cast` the bytes of the models are taken for float32 and cast to bfloat16.
+    """
 
     def __init__(
-        self, name: str, receivers: int, models: list[list[WeightTensor]], directory: str, *, digested: bool = True
+        self,
+        name: str,
+        receivers: int,
+        models: list[list[WeightTensor]],
+        directory: str,
+        *,
+        digested: bool = True,
+        cast: bool = False,
     ) -> None:
+        self.cast = cast
         after, name = name.endswith(AFTER), name.removesuffix(AFTER)
         shared, name = name.endswith(SHARED), name.removesuffix(SHARED)
         self.direct, name = name.endswith(DIRECT), name.removesuffix(DIRECT)
@@ -259,14 +274,15 @@ class Ours:
         if self.prefetches:
             for pipe in self.pipes:
                 pipe.send(self.version)
-        manifest = await self.engine.send_weights(iter(model), self.version, timeout_s=T)
+        weights = cast_all(map(as_float32, model), "bfloat16") if self.cast else iter(model)
+        manifest = await self.engine.send_weights(weights, self.version, timeout_s=T)
         for pipe in self.pipes:
             pipe.send(manifest.encode())
         if not self.engine.capabilities.elastic:
             await self.engine.serve(manifest, timeout_s=T)
         want = xxhash.xxh3_128_hexdigest(b"".join(w.data[:8].tobytes() for w in model))
-        for pipe in self.pipes:
-            assert pipe.recv() == want
+        for got in [pipe.recv() for pipe in self.pipes]:
+            assert self.cast or got == want  # of a cast, the digests alone say that it arrived
         self.engine.finalize(self.version)
 
     def close(self) -> None:
@@ -276,6 +292,11 @@ class Ours:
             process.join(20)
         self.engine.close()
         self.loop.close()
+
+
+def as_float32(weight: WeightTensor) -> WeightTensor:
+    """The same bytes as half as many elements."""
+    return WeightTensor(weight.name, "float32", (weight.nbytes // 4,), weight.data[: weight.nbytes // 4 * 4])
 
 
 def memcpy(model: list[WeightTensor]) -> Callable[[], None]:
@@ -349,6 +370,32 @@ def measure(name: str, receivers: int, models: list[list[WeightTensor]], pairs: 
     return rows
 
 
+def measure_cast(name: str, models: list[list[WeightTensor]], pairs: int) -> dict[str, Any]:
+    """What prefetching gains with one receiver if the sender casts."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        opened(Ours(name, 1, models, f"{folder}/with", cast=True)) as prefetching,
+        opened(Ours(name + AFTER, 1, models, f"{folder}/after", cast=True)) as after,
+    ):
+        subjects = [
+            Subject("prefetching", prefetching.step, prefetching.pids, prefetching.write),
+            Subject("afterwards", after.step, after.pids, after.write),
+        ]
+        timings = take_turns(subjects, pairs, warm_up=4)
+    question, wall = f"{name}, 1 receiver, cast to bfloat16: {PREFETCHED}", paired(timings, "prefetching", "afterwards")
+    bar = bar_of(question)
+    return verdict(
+        question,
+        wall["median"],
+        bar.must,
+        bar.aim,
+        at_least=bar.at_least,
+        wall_ratio=wall,
+        cpu_ratio=paired(timings, "prefetching", "afterwards", "cpu"),
+        sides=summary(timings, sum(weight.nbytes for weight in models[0]) // 2),
+    )
+
+
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """Engines by speed, one bar for each number of receivers."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # not at the top: every receiver imports this module
@@ -413,6 +460,8 @@ def main() -> None:
             for name in names:
                 rows += measure(name, 1, models, pairs, verl)
         del verl
+        if not arguments.smoke:
+            rows += [measure_cast(name, models, pairs) for name in names if name in CASTING]
         for name in names[:1] if arguments.smoke else names:
             rows += measure(name, 2, models, pairs, None)
     if arguments.smoke:
