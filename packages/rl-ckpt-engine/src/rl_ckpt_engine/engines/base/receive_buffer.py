@@ -150,7 +150,7 @@ class ReceiveBuffer:
         def arrived(entry: TensorEntry, digest: bytes) -> None:
             self._prefetched[entry.name] = msgspec.structs.replace(entry, digest=digest)
 
-        bucket_bytes = min(self._bucket_bytes, CHUNK_BYTES)
+        bucket_bytes = min(self._bucket_bytes, CHUNK_BYTES)  # so that also a small model overlaps
         buckets = split_into_buckets(expected, self._memory, bucket_bytes, _Hasher(expected, arrived))
         await _pull_all(list(buckets), pull, deadline)
 

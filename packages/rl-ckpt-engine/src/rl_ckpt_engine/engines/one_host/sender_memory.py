@@ -20,6 +20,7 @@ from rl_ckpt_engine.engines.base.prefetch import Prefetch
 from rl_ckpt_engine.engines.base.receive_buffer import Bucket
 from rl_ckpt_engine.engines.base.version_sender import VersionSender
 from rl_ckpt_engine.engines.contract import TensorSpec
+from rl_ckpt_engine.payload.block_stream import Pacer
 from rl_ckpt_engine.payload.digests import blocks
 from rl_ckpt_engine.payload.manifest import Manifest, decode_struct
 from rl_protocol.batch.weight_tensor import WeightTensor
@@ -62,13 +63,16 @@ class SenderMemory:
     async def copy_written(self, buckets: Sequence[Bucket], prefetch: Prefetch) -> AsyncGenerator[None]:
         """Copy the buckets of a version that the sender still writes, as far as it has been
         written; hashes each block while it is in the cache."""
+        pacer = Pacer(prefetch.deadline)
         for bucket in buckets:
-            while (mapping := self._written(prefetch.version, bucket.start + bucket.memory.nbytes)) is None:
-                if not await prefetch.more():
-                    return
             for start, block in blocks(bucket.memory):
-                np.copyto(np.frombuffer(block, np.uint8), mapping.payload(bucket.start + start, block.nbytes))
+                offset = bucket.start + start
+                while (mapping := self._written(prefetch.version, offset + block.nbytes)) is None:
+                    if not await prefetch.more():
+                        return
+                np.copyto(np.frombuffer(block, np.uint8), mapping.payload(offset, block.nbytes))
                 bucket.verify(start + block.nbytes)
+                await pacer.advance(block.nbytes)
             yield
 
     def _written(self, version: int, end: int) -> Mapping | None:
