@@ -74,3 +74,25 @@ def test_the_order_of_reading_changes_nothing(rows):
         else:
             kept.add(row)
     assert [(row.step, row.at) for row in kept.rows()] == [(1, 1.0), (2, 12.0), (3, 13.0), (4, 24.0), (5, 25.0)]
+
+
+@given(st.permutations(ATTEMPTS), st.sampled_from([None, 1, 3, 5, 9]))
+def test_one_step_alone_is_kept_and_all_steps_are_known(rows, step):
+    kept = KeptTrajectories(step=step)
+    for row in rows:
+        if isinstance(row, StartRow):
+            kept.begin_again(row)
+        else:
+            kept.add(row)
+    assert kept.steps == [1, 2, 3, 4, 5]
+    assert steps(kept) == [one for one in (1, 2, 3, 4, 5) if step in {None, one}]
+
+
+def test_a_step_that_is_not_repeated_is_not_known():
+    kept = KeptTrajectories(1)
+    for one in (1, 2, 3):
+        kept.add(trajectory(one, at=float(one)))
+    kept.begin_again(StartRow(at=10.0, after=1, steps=9))
+    kept.add(trajectory(2, at=12.0))
+    assert kept.steps == [1, 2]
+    assert steps(kept) == [2]

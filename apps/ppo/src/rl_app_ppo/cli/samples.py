@@ -18,6 +18,8 @@ from rl_trainer.rewards.scorer import Failure, Scored
 from rl_trainer.workers.sample_log import SampleRow
 
 SORTS = ("key", "reward", "length")
+_NEWEST_ALONE = 1
+"""Response tokens to keep: the newest step is kept, whatever its size."""
 _WIDTH = 60
 """Most characters of a text."""
 
@@ -38,7 +40,7 @@ def read_samples(run: Path, step: int | None, *, train: bool, sort: str) -> list
     if sort not in SORTS:
         raise ConfigError(f"--sort must be one of {', '.join(SORTS)}; got {sort!r}.")
     files_of(run)
-    rows = _chosen(_trained(run) if train else _validated(run), run, step, train=train)
+    rows = _chosen(_trained(run, step) if train else _validated(run), run, step, train=train)
     if sort == "reward":
         return sorted(rows, key=_reward_or_least)
     if sort == "length":
@@ -83,12 +85,15 @@ def _validated(run: Path) -> dict[int, Callable[[], list[SampleRow]]]:
     return {step: partial(_read, path) for step, path in paths.items()}
 
 
-def _trained(run: Path) -> dict[int, Callable[[], list[SampleRow]]]:
-    """What returns the recorded trajectories of each step."""
-    found: dict[int, list[SampleRow]] = {}
-    for row in read_run(run).trajectories:
-        found.setdefault(row.step, []).append(_sample(row))
-    return {step: partial(list, rows) for step, rows in found.items()}
+def _trained(run: Path, step: int | None) -> dict[int, Callable[[], list[SampleRow]]]:
+    """What returns the recorded trajectories of each step, of which only this one is in memory;
+    None: the newest.
+    """
+    record = read_run(run, _NEWEST_ALONE) if step is None else read_run(run, step=step)
+    found: dict[int, list[SampleRow]] = {recorded: [] for recorded in record.trajectory_steps}
+    for row in record.trajectories:
+        found[row.step].append(_sample(row))
+    return {recorded: partial(list, rows) for recorded, rows in found.items()}
 
 
 def _sample(row: TrajectoryRow) -> SampleRow:

@@ -58,14 +58,14 @@ class RunRecord:
         self._file.close()
 
 
-def read_run(run: Path, most_tokens: int | None = None) -> Record:
-    """Read the record of a run by its folder; `most_tokens` is that of `read_record`.
+def read_run(run: Path, most_tokens: int | None = None, *, step: int | None = None) -> Record:
+    """Read the record of a run by its folder; the other arguments are those of `read_record`.
 
     Raises:
         ConfigError: a file of it can't be read.
     """
     folder = run / RECORD
     try:
-        return read_record(folder, most_tokens)
+        return read_record(folder, most_tokens, step=step)
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"The record {folder} can't be read: {error}.") from error

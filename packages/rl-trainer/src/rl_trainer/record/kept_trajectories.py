@@ -1,4 +1,4 @@
-"""Keeps the trajectories of a record, or those of evenly spread steps of a long one."""
+"""Keeps the trajectories of a record: all, those of one step, or of evenly spread steps."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ class KeptTrajectories:
     Args:
         most_tokens: response tokens to keep. Of more, only every second step is kept, then every
             fourth, and so on, and always the newest step; None: everything is kept.
+        step: keep those of this step alone; None: of every step.
 
     Attributes:
         every: steps that are multiples of it are kept.
     """
 
-    def __init__(self, most_tokens: int | None = None) -> None:
+    def __init__(self, most_tokens: int | None = None, *, step: int | None = None) -> None:
         self.every = 1
+        self._only = step
+        self._latest: dict[int, float] = {}
+        """When the last trajectory of each step was written, kept or not."""
         self._most_tokens = most_tokens
         self._starts: list[StartRow] = []
         self._steps: dict[int, dict[str, TrajectoryRow]] = {}
@@ -35,7 +39,8 @@ class KeptTrajectories:
 
     def add(self, row: TrajectoryRow) -> None:
         """Keep a trajectory; of those with one step and key, the latest."""
-        if any(row.at < start.at and row.step > start.after for start in self._starts):
+        self._latest[row.step] = max(row.at, self._latest.get(row.step, row.at))
+        if self._is_forgotten(row.step, row.at) or self._only not in {None, row.step}:
             return
         newest = self._newest
         if row.step % self.every and row.step < newest:
@@ -55,6 +60,15 @@ class KeptTrajectories:
     def rows(self) -> list[TrajectoryRow]:
         """Those that are kept, by time."""
         return sorted((row for rows in self._steps.values() for row in rows.values()), key=lambda row: row.at)
+
+    @property
+    def steps(self) -> list[int]:
+        """Every step that has trajectories, kept or not."""
+        return sorted(step for step, at in self._latest.items() if not self._is_forgotten(step, at))
+
+    def _is_forgotten(self, step: int, at: float) -> bool:
+        """Whether a later attempt began before that step."""
+        return any(at < start.at and step > start.after for start in self._starts)
 
     def _thin(self) -> None:
         while self._most_tokens is not None and self._tokens > self._most_tokens and len(self._steps) > 1:

@@ -41,6 +41,8 @@ class Record:
     trajectories: list[TrajectoryRow] = field(default_factory=list[TrajectoryRow])
     every: int = 1
     """The trajectories are those of steps that are multiples of it, and of the last step."""
+    trajectory_steps: list[int] = field(default_factory=list[int])
+    """Steps that have trajectories, whether they are in `trajectories` or not."""
     end: EndRow | None = None
     """None: the run goes on, or was killed."""
     rule: str = ""
@@ -49,18 +51,19 @@ class Record:
     """Text of each token id."""
 
 
-def read_record(folder: Path, most_tokens: int | None = None) -> Record:
+def read_record(folder: Path, most_tokens: int | None = None, *, step: int | None = None) -> Record:
     """Read all files of a record; empty if there are none.
 
     Args:
         folder: of the record.
         most_tokens: as in RecordReader.
+        step: as in RecordReader.
 
     Raises:
         OSError: a file can't be read.
         msgspec.DecodeError: a file holds something else.
     """
-    return RecordReader(folder, most_tokens=most_tokens).read()
+    return RecordReader(folder, most_tokens=most_tokens, step=step).read()
 
 
 class RecordReader:
@@ -72,14 +75,22 @@ class RecordReader:
             of the last `recent_s` seconds, the last one of each worker, and the last sync; None:
             keep everything.
         most_tokens: response tokens of the trajectories to keep, as in KeptTrajectories.
+        step: keep the trajectories of this step alone; None: of every step.
     """
 
-    def __init__(self, folder: Path, *, recent_s: float | None = None, most_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        recent_s: float | None = None,
+        most_tokens: int | None = None,
+        step: int | None = None,
+    ) -> None:
         self._folder = folder
         self._recent_s = recent_s
         self._read: dict[Path, int] = {}
         self._record = Record()
-        self._kept = KeptTrajectories(most_tokens)
+        self._kept = KeptTrajectories(most_tokens, step=step)
 
     def read(self) -> Record:
         """The record up to now; the same object each time.
@@ -104,6 +115,7 @@ class RecordReader:
             else:
                 _add(self._record, row)
         self._record.trajectories, self._record.every = self._kept.rows(), self._kept.every
+        self._record.trajectory_steps = self._kept.steps
         if self._recent_s is not None:
             self._record.spans = _recent(self._record.spans, self._recent_s)
             del self._record.syncs[:-1]
