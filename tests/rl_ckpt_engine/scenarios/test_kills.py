@@ -75,7 +75,7 @@ def test_a_receiver_killed_in_any_phase_is_named_and_the_other_serves(engine: st
                 report = await manager.update_weights(version)
                 assert report.receivers == ("good",), phase
                 assert list(manager.quarantined) == ["bad"], phase
-                assert f"{'receive' if phase == 'prefetch' else phase}: bad" in manager.quarantined["bad"]
+                assert f"{phase}: bad" in manager.quarantined["bad"]
                 assert await good.has(version), phase
                 again = await enter(started("receiver", "bad", engine, tmp_path))
                 doomed = Doomed(again)

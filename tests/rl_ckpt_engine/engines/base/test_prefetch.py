@@ -208,13 +208,14 @@ def test_a_sync_lets_those_prefetch_that_have_received_before() -> None:
         assert manager.metrics["weight_sync/prefetched_bytes"] == 12
         await manager.add_receiver(late)
         assert late.calls == ["receive 3"]
-        one.fault = WorkerError("gone for a moment")
+        one.fault = WorkerError("gone")
         source.weights = make_weights([(3,)], seed=4)
         report = await manager.update_weights(4)
-        assert report.receivers == ("one", "late")
-        assert one.calls[-2:] == ["prefetch 4", "receive 4"]
+        assert report.receivers == ("late",)
+        assert manager.quarantined == {"one": "prefetch: one failed: gone"}
+        assert one.calls[-1] == "prefetch 4", "it is not asked to receive"
         assert late.calls[-2:] == ["prefetch 4", "receive 4"]
-        assert one.sink.loaded == late.sink.loaded == {"w0": source.weights[0].data.tobytes()}
+        assert late.sink.loaded == {"w0": source.weights[0].data.tobytes()}
 
     asyncio.run(run())
 

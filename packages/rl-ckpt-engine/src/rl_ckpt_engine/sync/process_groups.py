@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Mapping
 from typing import Protocol
 
@@ -14,14 +13,16 @@ from rl_ckpt_engine.sync.peer_calls import Outcome, call_all, call_one
 from rl_protocol.errors import WeightSyncError
 
 _SENDER = "the sender"
-_log = logging.getLogger(__name__)
 
 
 class ReceiveStrategy(Protocol):
     """How receivers receive a version that was sent."""
 
-    async def prefetch(self, version: int, receivers: Mapping[str, ReceiverHandle], timeout_s: float) -> None:
-        """Let receivers that can start to receive the version, while it is being sent."""
+    async def prefetch(
+        self, version: int, receivers: Mapping[str, ReceiverHandle], timeout_s: float
+    ) -> Mapping[str, str]:
+        """Let receivers that can start to receive the version, while it is being sent; returns
+        those that failed, with reasons."""
         ...
 
     async def move(
@@ -42,11 +43,12 @@ class IndependentReceive:
         self._prefetch = prefetch
         self._prefetching: set[str] = set()
 
-    async def prefetch(self, version: int, receivers: Mapping[str, ReceiverHandle], timeout_s: float) -> None:
+    async def prefetch(
+        self, version: int, receivers: Mapping[str, ReceiverHandle], timeout_s: float
+    ) -> Mapping[str, str]:
         able = {name: handle for name, handle in receivers.items() if name in self._prefetching}
-        outcome = await call_all("prefetch", able, timeout_s, lambda handle: handle.prefetch(version, timeout_s))
-        for name, reason in outcome.failed.items():  # `move` calls it again and names what is wrong
-            _log.debug("%s: %s", name, reason)
+        called = await call_all("prefetch", able, timeout_s, lambda handle: handle.prefetch(version, timeout_s))
+        return called.failed
 
     async def move(
         self, manifest: bytes, receivers: Mapping[str, ReceiverHandle], timeout_s: float
@@ -68,8 +70,12 @@ class LocalReceive:
     def __init__(self, manifests: Mapping[str, bytes]) -> None:
         self._manifests = manifests
 
-    async def prefetch(self, version: int, receivers: Mapping[str, ReceiverHandle], timeout_s: float) -> None:
+    async def prefetch(
+        self, version: int, receivers: Mapping[str, ReceiverHandle], timeout_s: float
+    ) -> Mapping[str, str]:
         """Do nothing: the strategy of one version that has been sent."""
+        del version, receivers, timeout_s
+        return {}
 
     async def move(
         self, manifest: bytes, receivers: Mapping[str, ReceiverHandle], timeout_s: float
@@ -100,8 +106,12 @@ class GroupReceive:
         self._sender = sender
         self._members: tuple[str, ...] = ()
 
-    async def prefetch(self, version: int, receivers: Mapping[str, ReceiverHandle], timeout_s: float) -> None:
+    async def prefetch(
+        self, version: int, receivers: Mapping[str, ReceiverHandle], timeout_s: float
+    ) -> Mapping[str, str]:
         """Do nothing: the group moves a version when all members are ready."""
+        del version, receivers, timeout_s
+        return {}
 
     async def move(
         self, manifest: bytes, receivers: Mapping[str, ReceiverHandle], timeout_s: float

@@ -119,7 +119,9 @@ class SyncRound:
         limit = self._timeout_s
         data, manifest = await self._send()
         acks = await self._phase(
-            "receive", tuple(self._receivers), lambda handles: self._receive_strategy.move(data, handles, limit)
+            "receive",
+            [name for name in self._receivers if name not in self.failed],
+            lambda handles: self._receive_strategy.move(data, handles, limit),
         )
         self.seconds["verify"] = max(ack.verify_seconds for ack in acks.values())
         self.seconds["move"] = max(ack.seconds - ack.verify_seconds for ack in acks.values())
@@ -141,15 +143,16 @@ class SyncRound:
 
     async def _send(self) -> tuple[bytes, Manifest]:
         self.phase, start = "send", time.monotonic()
-        sent, prefetching = await asyncio.gather(
+        sent, not_prefetching = await asyncio.gather(
             call_one("send", _SENDER, self._timeout_s, self._read()),
             self._receive_strategy.prefetch(self._version, self._receivers, self._timeout_s),
             return_exceptions=True,  # a failed send does not leave calls behind
         )
-        for result in (sent, prefetching):
-            if isinstance(result, BaseException):
-                raise result
-        assert isinstance(sent, SendAck)
+        if isinstance(sent, BaseException):
+            raise sent
+        if isinstance(not_prefetching, BaseException):
+            raise not_prefetching
+        self.failed.update(not_prefetching)
         self.seconds["send"], self.send_metrics = time.monotonic() - start, sent.metrics
         manifest = Manifest.decode(sent.manifest)
         if manifest.version != self._version:
