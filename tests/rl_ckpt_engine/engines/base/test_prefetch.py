@@ -220,6 +220,26 @@ def test_a_sync_lets_those_prefetch_that_have_received_before() -> None:
     asyncio.run(run())
 
 
+def test_when_no_replica_answers_a_prefetch_all_resume() -> None:
+    async def run() -> None:
+        source = Source(make_weights([(3,)], seed=1))
+        both = [Prefetching(ShmCopyEngine(), name) for name in ("one", "two")]
+        manager = CheckpointEngineManager(SenderEndpoint(ShmCopyEngine(), source), both)
+        await manager.update_weights(1)
+        for receiver in both:
+            receiver.fault = WorkerError("busy")
+        with pytest.raises(WeightSyncError, match=r"prefetch: one failed: busy\. prefetch: two failed: busy\."):
+            await manager.update_weights(2)
+        assert not manager.quarantined
+        for receiver in both:
+            receiver.fault = None
+            assert receiver.admitting
+            assert receiver.sink.weight_version == 1
+        assert (await manager.update_weights(2)).receivers == ("one", "two")
+
+    asyncio.run(run())
+
+
 def test_nothing_is_prefetched_if_it_is_turned_off() -> None:
     async def run() -> None:
         source, one = Source(make_weights([(3,)], seed=1)), Prefetching(ShmCopyEngine(), "one")
