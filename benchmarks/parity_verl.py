@@ -232,7 +232,7 @@ OTHER_METRICS = {("clip_cov", "actor/pg_clipfrac"), ("kl_cov", "actor/ppo_kl")}
 """The two report another quantity under the same name for these losses."""
 
 
-NOT_IN_VERL = {"maxrl", "gigpo", "rae", "raft", "opd", "dro", "kimi_k15", "topr", "luspo", "vespo"}
+NOT_IN_VERL = {"maxrl", "lite_ppo", "gigpo", "rae", "raft", "opd", "dro", "kimi_k15", "topr", "luspo", "vespo"}
 """Estimators and losses that verl 0.9.1 does not have."""
 
 

@@ -58,6 +58,7 @@ def estimate(name, *args, **kwargs):
 # Group b scores 0, 0: no advantage.
 KEYS, LENGTHS, SCORES = [("a", 0), ("a", 1), ("a", 2), ("b", 0), ("b", 1)], [2, 1, 3, 1, 1], [1, 0, 1, 0, 0]
 STD = math.sqrt(1 / 3) + 1e-6
+BATCH_STD = math.sqrt(0.3) + 1e-6
 
 
 @pytest.mark.parametrize(
@@ -72,6 +73,8 @@ STD = math.sqrt(1 / 3) + 1e-6
         ("gpg", [5 / 3 * 1 / 3, -5 / 3 * 2 / 3, 5 / 3 * 1 / 3, 0, 0]),
         ("grpo_passk", [0, 0, 0, 0, 0]),  # the two best scores are equal
         ("maxrl", [0.5, -1, 0.5, 0, 0]),  # (1 - 2/3) / (2/3), and b has no right answer
+        # the scores 1, 0, 1, 0, 0 of both groups: mean 2/5, unbiased variance 6/5 / 4
+        ("lite_ppo", [1 / 3 / BATCH_STD, -2 / 3 / BATCH_STD, 1 / 3 / BATCH_STD, 0, 0]),
     ],
 )
 def test_group_estimators_by_hand(name, expected):
@@ -302,7 +305,7 @@ def oracle(name, x: AdvantageInputs):
 
     score = {s: sum(rewards) for s, (_, rewards, _) in sessions.items()}
     scale = (lambda xs: stdev(xs) + 1e-6) if x.norm_by_std else (lambda _: 1.0)
-    n = len(sessions)
+    n, of_all = len(sessions), [score[s] for s in sessions if sessions[s][0]]
     teaching = sum(len(g) for g in groups.values() if len({score[s] for s in g}) > 1)
     rules = {
         "grpo": lambda own, xs, _: (own - fmean(xs)) / scale(xs),
@@ -311,6 +314,7 @@ def oracle(name, x: AdvantageInputs):
         "maxrl": lambda own, xs, _: (own - fmean(xs)) / fmean(xs),
         "opo": lambda own, xs, sizes: own - sum(a * b for a, b in zip(xs, sizes, strict=True)) / sum(sizes),
         "gpg": lambda own, xs, _: n / teaching * (own - fmean(xs)),
+        "lite_ppo": lambda own, xs, _: (own - fmean(xs)) / (stdev(of_all) + 1e-6),
         "grpo_passk": lambda own, xs, _: (own - sorted(xs)[-2]) / scale(xs) if own == max(xs) else 0.0,
         "reinforce_plus_plus_baseline": lambda own, xs, _: own - fmean(xs),
     }

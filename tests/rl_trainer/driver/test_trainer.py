@@ -340,6 +340,7 @@ COMBINATIONS = [
     ("remax", "kl_cov", {}),
     ("optimal_token_baseline", "vanilla", {}),
     ("maxrl", "dro", {}),
+    ("lite_ppo", "vanilla", {}),
     ("raft", "gpg", {}),
     ("opd", "vanilla", {}),
     ("gigpo", "vanilla", {"algorithm": {"gamma": 0.9}}),

@@ -9,7 +9,7 @@ from rl_trainer.algorithms.advantages.estimator import AdvantageInputs, Estimate
 from rl_trainer.algorithms.advantages.gae import gae
 from rl_trainer.algorithms.advantages.gdpo import gdpo
 from rl_trainer.algorithms.advantages.gpg import gpg
-from rl_trainer.algorithms.advantages.grpo import dr_grpo, grpo
+from rl_trainer.algorithms.advantages.grpo import dr_grpo, grpo, lite_ppo
 from rl_trainer.algorithms.advantages.maxrl import maxrl
 from rl_trainer.algorithms.advantages.opd import opd
 from rl_trainer.algorithms.advantages.opo import opo
@@ -39,6 +39,7 @@ ADVANTAGE_ESTIMATORS: Registry[Estimator] = Registry(
         "remax": Estimator(remax, reads=("reward_baselines",)),
         "opo": Estimator(opo, compares=True),
         "maxrl": Estimator(maxrl, compares=True),
+        "lite_ppo": Estimator(lite_ppo, compares=True),
         "gpg": Estimator(gpg, compares=True),
         "gdpo": Estimator(gdpo, reads=("reward_components",), compares=True, settings=_BY_STD),
         "gigpo": Estimator(gigpo, compares=True, settings=("gamma", *_BY_STD)),
@@ -54,6 +55,7 @@ ADVANTAGE_ESTIMATORS: Registry[Estimator] = Registry(
         "rloo_vectorized": "rloo",
         "tir_optimal_token_baseline": "optimal_token_baseline",
         "drgrpo": "dr_grpo",
+        "liteppo": "lite_ppo",
         "passk": "grpo_passk",
         "reinforce++": "reinforce_plus_plus",
     },
@@ -83,6 +85,7 @@ __all__ = [
     "gpg",
     "grpo",
     "grpo_passk",
+    "lite_ppo",
     "maxrl",
     "opd",
     "opo",
