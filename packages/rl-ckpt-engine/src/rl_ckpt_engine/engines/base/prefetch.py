@@ -63,8 +63,7 @@ class Prefetch:
 
     def cancel(self) -> None:
         """Stop at the next `await`; no effect after the end."""
-        if not self._task.done():
-            self._task.cancel()
+        self._task.cancel()
 
     async def _run(self, receive: Callable[[Prefetch], Awaitable[None]]) -> None:
         try:

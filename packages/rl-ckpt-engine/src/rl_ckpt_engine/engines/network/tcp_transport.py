@@ -136,41 +136,24 @@ class TcpTransport:
 
     async def pull(self, manifest: Manifest, buckets: Sequence[Bucket], deadline: Deadline) -> AsyncGenerator[None]:
         """Fill the memory of each bucket in order and yield after each."""
-        finished = False
-        try:
-            with self._named(manifest.version, deadline):
-                async with deadline.timeout():
-                    peer = await self._dial(read_member(manifest.sender, self._engine))
+        async with self._connected(manifest.sender, manifest.version, deadline) as peer:
             for number, bucket in enumerate(buckets):
                 ahead = buckets[number + (number > 0) : number + 2]
                 with self._named(manifest.version, deadline):
                     async with deadline.timeout():
                         await self._bucket(peer, manifest, bucket, ahead)
                 yield
-            finished = True
-        finally:
-            if not finished:  # answers to requests sent ahead may still arrive
-                self.hang_up()
 
     async def pull_ahead(self, sender: bytes, buckets: Sequence[Bucket], prefetch: Prefetch) -> AsyncGenerator[None]:
         """Fill the buckets of a version that is being sent, in order, as far as it has been
         written."""
-        version, deadline, finished = prefetch.version, prefetch.deadline, False
-        try:
-            with self._named(version, deadline):
-                async with deadline.timeout():
-                    peer = await self._dial(read_member(sender, self._engine))
+        async with self._connected(sender, prefetch.version, prefetch.deadline) as peer:
             for bucket in buckets:
-                request = REQUEST.pack(version_id(version), bucket.start, bucket.memory.nbytes)
+                request = REQUEST.pack(version_id(prefetch.version), bucket.start, bucket.memory.nbytes)
                 while not await self._written_bucket(peer, request, bucket, prefetch):
                     if not await prefetch.more():
-                        finished = True
                         return
                 yield
-            finished = True
-        finally:
-            if not finished:
-                self.hang_up()
 
     async def _written_bucket(self, peer: socket.socket, request: bytes, bucket: Bucket, prefetch: Prefetch) -> bool:
         """Receive a bucket if it has been written; returns whether it has."""
@@ -231,6 +214,21 @@ class TcpTransport:
             await receiving.done()
         finally:
             await receiving.end()
+
+    @contextlib.asynccontextmanager
+    async def _connected(self, sender: bytes, version: int, deadline: Deadline) -> AsyncGenerator[socket.socket]:
+        """The connection to the sender. It is closed if the block raises: answers to requests
+        may still arrive."""
+        finished = False
+        try:
+            with self._named(version, deadline):
+                async with deadline.timeout():
+                    peer = await self._dial(read_member(sender, self._engine))
+            yield peer
+            finished = True
+        finally:
+            if not finished:
+                self.hang_up()
 
     @staticmethod
     @contextlib.contextmanager
