@@ -20,9 +20,8 @@ memory (engine `shm`), as a rollout engine on the CPU does; without, each copies
 `shm-copy`). With `-after` the receivers begin when the version has been sent; without, those of
 engines that declare `prefetches` begin with the sender, as in a sync of the manager. Both ways are
 also compared with a sender that casts the same bytes from float32 to bfloat16 while it reads them,
-as `rollout.dtype=bfloat16` does. The bars are
-in harness/weight_sync_bars.py. The ranking, a table and a plot beside the JSON, has all engines
-that were run.
+as `rollout.dtype=bfloat16` does. The bars are in harness/weight_sync_bars.py. The ranking, a table
+and a plot beside the JSON, has all engines that were run.
 """
 
 from __future__ import annotations
