@@ -103,7 +103,7 @@ def test_a_run_whose_hosts_lose_each_other_ends_and_names_the_lost_one(tmp_path,
             run.communicate()
     assert run.returncode == 1, err
     assert re.search(
-        rf"Worker [\w-]+ on \S+ \(node {re.escape(OTHER)}\) died during \w+: .*node was terminated", err
+        rf"Worker [\w-]+ on \S+ \(node {re.escape(OTHER)}\) died during [\w.]+: .*node was terminated", err
     ), err
 
 
