@@ -47,15 +47,21 @@ class KeptTokens:
         """
         return scores.masked_fill(self.excluded(slice(0, len(scores)), scores.shape[-1]), EXCLUDED)
 
-    def excluded(self, rows: slice, vocabulary: int) -> torch.Tensor:
+    def excluded(self, rows: slice, vocabulary: int, block: slice | None = None) -> torch.Tensor:
         """bool [rows, vocabulary], true for the excluded tokens of these response tokens.
+
+        Args:
+            rows: which of the T tokens.
+            vocabulary: its size.
+            block: return these columns alone.
 
         Raises:
             BatchError: a set has a token beyond the vocabulary.
         """
+        start, stop = (0, vocabulary) if block is None else (block.start, block.stop)
         first, last = self._ends[rows.start], self._ends[rows.stop]
         counts, words = self._counts[rows], self._words[first:last]
-        out = (counts > 0)[:, None].repeat(1, vocabulary)
+        out = (counts > 0)[:, None].repeat(1, stop - start)
         if not len(words):
             return out
         starts = counts.cumsum(0) - counts
@@ -67,14 +73,18 @@ class KeptTokens:
             raise BatchError(
                 f"The column kept_words has token {int(ids.max())}, and the model has {vocabulary}: the rollout engine has another vocabulary."
             )
-        out[owner[listed], ids] = False
+        inside = (ids >= start) & (ids < stop)
+        out[owner[listed][inside], ids[inside] - start] = False
         if bool(mapped.any()):
-            out[mapped] = _unmapped(words[~listed], int(mapped.sum()), vocabulary)
+            out[mapped] = _unmapped(words[~listed], int(mapped.sum()), start, stop)
         return out
 
 
-def _unmapped(words: torch.Tensor, rows: int, vocabulary: int) -> torch.Tensor:
-    """bool [rows, vocabulary], true for the tokens that are not in these bitmaps of one size."""
-    bits = words.view(rows, -1, 1)[:, 1:] >> torch.arange(WORD, dtype=torch.int32, device=words.device)
-    missing = ((bits & 1) == 0).flatten(1)[:, :vocabulary]
-    return torch.nn.functional.pad(missing, (0, vocabulary - missing.shape[1]), value=True)
+def _unmapped(words: torch.Tensor, rows: int, start: int, stop: int) -> torch.Tensor:
+    """bool [rows, stop - start], true for the tokens from `start` to `stop` that are not in these
+    bitmaps of one size."""
+    first = start // WORD
+    some = words.view(rows, -1, 1)[:, 1 + first : 1 + -(-stop // WORD)]
+    bits = some >> torch.arange(WORD, dtype=torch.int32, device=words.device)
+    missing = ((bits & 1) == 0).flatten(1)[:, start - first * WORD : stop - first * WORD]
+    return torch.nn.functional.pad(missing, (0, stop - start - missing.shape[1]), value=True)

@@ -104,7 +104,9 @@ def linear_log_probs(
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
-    """`linear_log_probs` chunk by chunk; the backward pass computes each chunk's logits again."""
+    """`linear_log_probs` for some tokens at a time; the backward pass computes the logits again,
+    for all tokens and a part of the vocabulary at a time, so that it writes the gradient of each
+    weight once."""
 
     @staticmethod
     def forward(
@@ -120,15 +122,25 @@ class _ChunkedLogProbs(torch.autograd.Function):
     ) -> torch.Tensor:
         several = tokens.shape[1]
         out = torch.empty(several + 1 + squares + 2 * top, len(hidden), device=hidden.device)
-        for rows, log_p, room, _ in _chunks(hidden, weight, bias, temperature, kept):
+        largest, rest = torch.empty(2, len(hidden), 1, device=hidden.device)
+        size = max(1, CHUNK_BYTES // (4 * len(weight)))
+        room = _Scores(hidden[:size], weight)
+        log_p = torch.empty_like(room.single)
+        for rows in _slices(len(hidden), size):
+            excluded = None if kept is None else kept.excluded(rows, len(weight))
+            scores = room.of(hidden[rows], weight, bias, temperature, excluded)
+            # the result is in memory that is used again, so the system does not clear it each time
+            log_p = torch.log_softmax(scores, -1, out=log_p[: len(scores)])
+            largest[rows] = scores.amax(-1, keepdim=True)
+            rest[rows] = log_p.amax(-1, keepdim=True).neg()
             out[:several, rows] = log_p.gather(-1, tokens[rows]).t()
-            p = torch.exp(log_p, out=room)
+            p = torch.exp(log_p, out=scores)
             out[several, rows] = -torch.linalg.vecdot(p, log_p)
             if squares:
                 out[several + 1, rows] = torch.linalg.vecdot(p, p)
             if top:
                 out[-2 * top :, rows] = torch.stack(_top_rows(log_p, top))
-        ctx.save_for_backward(hidden, weight, bias, tokens, out)
+        ctx.save_for_backward(hidden, weight, bias, tokens, out, largest, rest)
         ctx.temperature, ctx.kept = temperature, kept
         return out
 
@@ -138,60 +150,76 @@ class _ChunkedLogProbs(torch.autograd.Function):
         entropy, the gradient of logit j is g_j (0 for other tokens) - p_j (sum of g + h (log p_j +
         H)). That of an excluded token is 0.
         """
-        hidden, weight, bias, tokens, out = ctx.saved_tensors
+        hidden, weight, bias, tokens, out, largest, rest = ctx.saved_tensors
         several = tokens.shape[1]
         of_log_prob = gradients[0][:several].t()
         of_entropy, entropy = gradients[0][several][:, None], out[several][:, None]
         of_all = of_log_prob.sum(1, keepdim=True)
-        of_hidden = torch.empty_like(hidden)
-        of_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        of_bias = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
-        for rows, log_p, room, excluded in _chunks(hidden, weight, bias, ctx.temperature, ctx.kept):
-            p = torch.exp(log_p, out=room)
-            slope = log_p.add_(entropy[rows]).mul_(of_entropy[rows]).add_(of_all[rows]).mul_(p).neg_()
-            slope.scatter_add_(1, tokens[rows], of_log_prob[rows])
+        of_hidden = torch.zeros_like(hidden, dtype=torch.float32)
+        of_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        of_bias = torch.empty_like(bias) if ctx.needs_input_grad[2] else None
+        size = max(1, CHUNK_BYTES // (4 * len(hidden)))
+        room = _Scores(hidden, weight[:size])
+        p = torch.empty_like(room.single)
+        for block in _slices(len(weight), size):
+            excluded = None if ctx.kept is None else ctx.kept.excluded(slice(0, len(hidden)), len(weight), block)
+            some = None if bias is None else bias[block]
+            log_p = room.of(hidden, weight[block], some, ctx.temperature, excluded).sub_(largest).sub_(rest)
+            p = torch.exp(log_p, out=p[:, : log_p.shape[1]])
+            slope = log_p.add_(entropy).mul_(of_entropy).add_(of_all).mul_(p).neg_()
+            places = tokens - block.start
+            inside = (places >= 0) & (places < slope.shape[1])
+            slope.scatter_add_(1, places.clamp(0, slope.shape[1] - 1), of_log_prob * inside)
             if excluded is not None:
                 slope.masked_fill_(excluded, 0.0)
             slope = slope.div_(ctx.temperature).to(weight.dtype)
-            of_hidden[rows] = slope @ weight
+            _add_product(of_hidden, slope, weight[block])
             if of_weight is not None:
-                _add_product(of_weight, slope.t(), hidden[rows])
+                torch.mm(slope.t(), hidden, out=of_weight[block])
             if of_bias is not None:
-                of_bias.add_(slope.sum(0))
-        sums = (None if total is None else total.to(weight.dtype) for total in (of_weight, of_bias))
-        return (of_hidden, *sums, *(None,) * 5)
+                of_bias[block] = slope.sum(0)
+        return (of_hidden.to(hidden.dtype), of_weight, of_bias, *(None,) * 5)
 
 
-def _chunks(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    temperature: float,
-    kept: KeptTokens | None,
-) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-    """(rows, their log-probs [rows, V], room for as many float32, bool [rows, V] what `kept`
-    excludes); memory is used again for each.
+class _Scores:
+    """Memory for the scores of a part of the tokens and of the vocabulary, used for each part.
 
     Reused memory is not cleared by the operating system each time.
+
+    Args:
+        hidden: [t, H] of the largest part.
+        weight: [v, H] of the largest part.
     """
-    size = max(1, CHUNK_BYTES // (4 * len(weight)))
-    shape = (min(size, len(hidden)), len(weight))
-    logits, log_p = (torch.empty(shape, dtype=x, device=hidden.device) for x in (weight.dtype, torch.float32))
-    room = logits if weight.dtype == torch.float32 else torch.empty_like(log_p)
-    for start in range(0, len(hidden), size):
-        rows = slice(start, min(start + size, len(hidden)))
-        count = rows.stop - start
-        scores = torch.mm(hidden[rows], weight.t(), out=logits[:count])
+
+    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor) -> None:
+        shape = (len(hidden), len(weight))
+        self._logits = torch.empty(shape, dtype=weight.dtype, device=hidden.device)
+        self.single = self._logits.float()
+        """[t, v], float32."""
+
+    def of(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        temperature: float,
+        excluded: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """float32 [t, v], of the logits divided by the temperature, valid until the next call."""
+        part = (slice(0, len(hidden)), slice(0, len(weight)))
+        scores = torch.mm(hidden, weight.t(), out=self._logits[part])
         if bias is not None:
             scores.add_(bias)
         if temperature != 1.0:
             scores.div_(temperature)
-        excluded = None if kept is None else kept.excluded(rows, len(weight))
         if excluded is not None:
             scores.masked_fill_(excluded, EXCLUDED)
-        # log_softmax would allocate memory for the float32 scores of each chunk
-        single = scores if scores.dtype == torch.float32 else room[:count].copy_(scores)
-        yield rows, torch.log_softmax(single, -1, out=log_p[:count]), room[:count], excluded
+        return scores if scores.dtype == torch.float32 else self.single[part].copy_(scores)
+
+
+def _slices(total: int, size: int) -> Iterator[slice]:
+    """Parts of at most `size`."""
+    return (slice(start, min(start + size, total)) for start in range(0, total, size))
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
