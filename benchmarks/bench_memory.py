@@ -1,7 +1,7 @@
 """Compare the memory that --plan estimates for a role with the peak of a process that has it.
 
     uv run benchmarks/bench_memory.py [--sizes 27M,110M,0.5B] [--roles actor,critic,ref]
-        [--tokens 2048] [--no-publish] [--smoke]
+        [--engine fsdp] [--tokens 2048] [--no-publish] [--smoke]
 
 Random Qwen2 models train for three steps in bfloat16 with activation checkpointing, or compute the
 log-probs of a reference three times. Each role has a process of its own with the settings of the
@@ -19,6 +19,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,18 +65,19 @@ def make_model(size: str, folder: Path) -> int:
     return sum(weight.numel() for weight in model.parameters())
 
 
-def settings_of(tokens: int) -> list[str]:
-    """The overrides of all roles: one pass of so many tokens per update."""
+def settings_of(engine: str, tokens: int) -> list[str]:
+    """The overrides of all roles: one rank, and one pass of so many tokens per update."""
     passes = [
         f"{of}.{key}" for of in ("actor", "critic") for key in (f"ppo_max_token_len={tokens}", "ppo_mini_batch_size=4")
     ]
-    engine = ["model_engine=fsdp", "fsdp.device=cpu", "fsdp.param_dtype=bfloat16", "fsdp.activation_checkpointing=true"]
-    return ["algorithm=ppo", "data.train_batch_size=4", f"rollout.n={ROWS // 4}", *engine, *passes]
+    options = [f"{engine}.{key}" for key in ("device=cpu", "param_dtype=bfloat16", "activation_checkpointing=true")]
+    rows = ["data.train_batch_size=4", f"rollout.n={ROWS // 4}"]
+    return ["algorithm=ppo", f"model_engine={engine}", *rows, *options, *passes]
 
 
-def measure(model: Path, role: str, tokens: int) -> dict[str, float]:
+def measure(model: Path, role: str, tokens: int, settings: Sequence[str]) -> dict[str, float]:
     """What `harness.role_memory` finds in a process of its own."""
-    command = [sys.executable, "-m", "harness.role_memory", str(model), role, str(tokens // ROWS), *settings_of(tokens)]
+    command = [sys.executable, "-m", "harness.role_memory", str(model), role, str(tokens // ROWS), *settings]
     environment = {**os.environ, **compute_settings(os.cpu_count() or 1)}
     done = subprocess.run(
         command, cwd=ROOT / "benchmarks", env=environment, check=True, stdout=subprocess.PIPE, text=True, timeout=3600
@@ -83,25 +85,29 @@ def measure(model: Path, role: str, tokens: int) -> dict[str, float]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def memory(model: Path, role: str, tokens: int) -> dict[str, Any]:
+def memory(model: Path, role: str, tokens: int, settings: Sequence[str]) -> dict[str, Any]:
     """`measure` of one process, of a reference the median and the range of several.
 
     Gloo's threads may release the gathered weights of a layer late, and a reference has little
     other memory.
     """
-    runs = sorted((measure(model, role, tokens) for _ in range(RUNS.get(role, 1))), key=lambda run: run["later"])
+    runs = [measure(model, role, tokens, settings) for _ in range(RUNS.get(role, 1))]
+    runs.sort(key=lambda run: run["later"])
     return {**runs[len(runs) // 2], "range": [run["later"] for run in runs]}
 
 
-def compare(size: str, role: Any, tokens: int, model: Path, weights: int) -> list[dict[str, Any]]:
+def compare(
+    size: str, role: Any, tokens: int, model: Path, weights: int, settings: Sequence[str]
+) -> list[dict[str, Any]]:
     """The estimate and the peak of a role, and whether they are near each other."""
-    config = load_config(settings_of(tokens))
+    config = load_config(settings)
     parts = role_bytes(role, config, model_size(model, config.lora))
-    found = memory(model, role, tokens)
+    found = memory(model, role, tokens, settings)
     error = abs(sum(parts.values()) / found["later"] - 1)
     row = {
         "memory_of": role,
         "model": size,
+        "engine": config.model_engine,
         "weights": weights,
         "tokens": tokens,
         "measured_mib": _mib(found["later"]),
@@ -115,7 +121,7 @@ def compare(size: str, role: Any, tokens: int, model: Path, weights: int) -> lis
     question = f"|estimate / peak memory - 1|, {role}, {size}"
     rows = [row, verdict(question, error, WITHIN, AIM, at_least=False)]
     if role == "actor":
-        bare = tokens / measure(model, "bare", tokens)["seconds"]
+        bare = tokens / measure(model, "bare", tokens, settings)["seconds"]
         speed = tokens / found["seconds"] / bare
         question = f"tokens per second / those of a bare loop in bfloat16, {size}"
         rows.append(verdict(question, speed, None, AS_FAST, at_least=True, bare_tokens_per_s=round(bare, 1)))
@@ -131,6 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="27M,110M,0.5B")
     parser.add_argument("--roles", default=",".join(ROLES))
+    parser.add_argument("--engine", choices=("torch", "fsdp"), default="fsdp", help="model_engine, of one rank")
     parser.add_argument("--tokens", type=int, default=2048, help="of an update")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, nothing written")
     parser.add_argument("--no-publish", action="store_true", help="write nothing")
@@ -142,9 +149,11 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             weights = make_model(size, Path(folder))
             for role in arguments.roles.split(","):
-                rows += compare(size, role, arguments.tokens, Path(folder), weights)
+                settings = settings_of(arguments.engine, arguments.tokens)
+                rows += compare(size, role, arguments.tokens, Path(folder), weights, settings)
     if not (arguments.smoke or arguments.no_publish):
-        publish("_".join(["memory", *arguments.sizes.split(","), *arguments.roles.split(",")]), rows)
+        name = "memory" if arguments.engine == "fsdp" else f"memory_{arguments.engine}"
+        publish("_".join([name, *arguments.sizes.split(","), *arguments.roles.split(",")]), rows)
 
 
 if __name__ == "__main__":

@@ -162,7 +162,7 @@ def test_what_a_role_holds(folder):
     of_pass = {"activations": size.activations(64, 4), "logits": 4 * 64 * WORDS * 4}
     assert role_bytes("actor", config, size, on_gpu=True) == lasting | gathered | of_pass
     assert role_bytes("critic", config, size, on_gpu=True).keys() == {*lasting, *gathered, "activations"}
-    kept = lasting["gradients"] + of_pass["activations"]
+    kept = lasting["gradients"] + of_pass["activations"] // LAYERS
     assert role_bytes("actor", config, size)["allocator"] == kept + (80 << 20)
     layer = {"activations": size.activations(64, 4) // (2 * LAYERS), "logits": of_pass["logits"]}
     assert role_bytes("ref", config, size, on_gpu=True) == {"weights": 2 * size.weights} | gathered | layer

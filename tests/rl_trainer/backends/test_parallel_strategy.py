@@ -1,4 +1,7 @@
-"""FSDP2 over gloo: two ranks, one rank and plain torch learn the same from the same batches."""
+"""FSDP2 over gloo: two ranks, one rank and plain torch learn the same from the same batches.
+
+Layers that are computed again in the backward pass change nothing, also with plain torch.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,11 @@ import torch
 from relative import apart
 from transformers import AutoModelForCausalLM
 
-from rl_protocol import ConfigError
-from rl_trainer import FsdpConfig
-from rl_trainer.backends.parallel_strategy import FsdpStrategy
+from rl_protocol import BatchData, ConfigError
+from rl_trainer import ActorConfig, CriticConfig, FsdpConfig, LoraConfig, OptimConfig
+from rl_trainer.backends.parallel_strategy import FsdpStrategy, PlainStrategy
+from rl_trainer.backends.torch_critic import TorchCriticBackend
+from rl_trainer.backends.torch_policy import TorchPolicyBackend
 from rl_trainer.backends.world import World
 from rl_trainer.config.backends import TorchConfig
 
@@ -134,3 +139,57 @@ def test_offload_to_the_cpu_on_the_cpu_is_refused():
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="where there is no GPU"):
             FsdpStrategy(FsdpConfig(cpu_offload=True), World()).prepare(torch.nn.Linear(1, 1), ())
+
+
+PADDED = {"ppo_micro_batch_size": 4, "use_remove_padding": False}
+PACKED = {"ppo_max_token_len": 30, "use_remove_padding": True}
+
+
+def calls_of_layers(model):
+    """A list that gets an entry for each forward pass of the first layer's attention."""
+    calls = list[bool]()
+    (first, *_) = [module for module in model.modules() if type(module).__name__ == "Qwen2Attention"]
+    first.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    return calls
+
+
+def kept_and_recomputed(dtype):
+    return [PlainStrategy(TorchConfig(param_dtype=dtype, activation_checkpointing=again)) for again in (False, True)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("passes", [PADDED, PACKED], ids=["padded", "packed"])
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2, use_dora=True)], ids=["whole", "dora"])
+def test_an_update_is_the_same_and_computes_each_layer_twice(model_path, training_batch, dtype, passes, lora):
+    config = ActorConfig(optim=OptimConfig(lr=1e-3), ppo_mini_batch_size=8, use_kl_loss=True, **passes)
+    kept, again = (
+        TorchPolicyBackend(model_path, config, lora=lora, strategy=strategy) for strategy in kept_and_recomputed(dtype)
+    )
+    data = training_batch(kept, rows=8)
+    calls = [calls_of_layers(policy._model) for policy in (kept, again)]
+    metrics = [[policy.update(data, temperature=1.0) for _ in range(3)] for policy in (kept, again)]
+    assert metrics[0] == metrics[1]
+    for one, other in zip(kept._model.parameters(), again._model.parameters(), strict=True):
+        assert torch.equal(one, other)
+        assert one.grad is None or torch.equal(one.grad, other.grad)
+    assert len(calls[1]) == 2 * len(calls[0]) > 0
+    seen = len(calls[1])
+    again.compute_log_probs(data, temperature=1.0)
+    kept.compute_log_probs(data, temperature=1.0)
+    assert len(calls[1]) - seen == len(calls[0]) - seen // 2 > 0  # without gradients, once
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_critic_computes_its_layers_again(model_path, training_batch, dtype):
+    data = training_batch(TorchPolicyBackend(model_path, None), rows=8)
+    columns = {"values": data.ragged("ref_log_prob"), "returns": data.ragged("advantages")}
+    data = BatchData({**data.columns, **columns})
+    config = CriticConfig(optim=OptimConfig(lr=1e-3), ppo_mini_batch_size=8)
+    kept, again = (
+        TorchCriticBackend(model_path, config, rollout_n=1, seed=0, strategy=strategy)
+        for strategy in kept_and_recomputed(dtype)
+    )
+    calls = [calls_of_layers(critic._model) for critic in (kept, again)]
+    metrics = [[critic.update(data) for _ in range(3)] for critic in (kept, again)]
+    assert metrics[0] == metrics[1]
+    assert len(calls[1]) == 2 * len(calls[0]) > 0

@@ -10,7 +10,7 @@ from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.demo.settings import ModelSettings
 from rl_rollout_vllm import CPU_KV_CACHE
 from rl_trainer.config import ActorConfig, CriticConfig
-from rl_trainer.config.backends import FsdpConfig, MegatronConfig
+from rl_trainer.config.backends import FsdpConfig, MegatronConfig, TorchConfig
 
 LOGITS_CHUNK = 64 << 20
 """Largest float32 logits that a pass computes at once (`rl_trainer.algorithms.log_probs`)."""
@@ -136,7 +136,11 @@ def _update(
     parts = _gathered(config, size) | {"activations": _activations(config, size, tokens)}
     if logits:
         parts["logits"] = _logits(size, tokens)
-    return parts if on_gpu else parts | {"allocator": gradients + parts["activations"] + _KERNELS}
+    if on_gpu:
+        return parts
+    passing = min(gradients, 2 * _element(config) * size.outside) if _moves_gradients(config) else gradients
+    layer = size.activations(tokens, _element(config)) // size.layers  # of which the gradients are there as well
+    return parts | {"allocator": passing + layer + _KERNELS}
 
 
 def _reference(config: AppConfig, size: ModelSize, *, on_gpu: bool) -> dict[str, int]:
@@ -165,7 +169,7 @@ def _gathered(config: AppConfig, size: ModelSize) -> dict[str, int]:
 def _activations(config: AppConfig, size: ModelSize, tokens: int) -> int:
     element, engine = _element(config), config.engine
     kept = size.activations(tokens, element)
-    if isinstance(engine, FsdpConfig) and engine.activation_checkpointing:
+    if isinstance(engine, TorchConfig | FsdpConfig) and engine.activation_checkpointing:
         return kept // size.layers + size.layers * size.hidden * tokens * element
     return kept // engine.replica_size if isinstance(engine, MegatronConfig) else kept
 
@@ -206,6 +210,12 @@ def _weights(config: AppConfig, weights: int, trained: int) -> int:
 def _copied(config: AppConfig) -> bool:
     """Whether bfloat16 copies of the weights compute."""
     return config.engine.computes_in == "bfloat16" and not isinstance(config.engine, FsdpConfig)
+
+
+def _moves_gradients(config: AppConfig) -> bool:
+    """Whether each weight's gradient is moved to float32 as soon as it is there; at most those of
+    the input and the output embedding are then there as well."""
+    return isinstance(config.engine, TorchConfig) and _copied(config)
 
 
 def _shards(config: AppConfig) -> int:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
 _logger = logging.getLogger(__name__)
+_Place = tuple[Any, str, torch.nn.Parameter]
+"""A module, the name of one of its own weights, and the master weight."""
 
 
 class ComputeWeights:
@@ -27,7 +31,7 @@ class ComputeWeights:
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
         self._forward = model.forward
         self._dtype = dtype
-        self._places: list[tuple[Any, str, torch.nn.Parameter]] = [
+        self._places: list[_Place] = [
             (module, name, weight)
             for module in model.modules()
             for name, weight in module.named_parameters(recurse=False)
@@ -41,12 +45,30 @@ class ComputeWeights:
         """Run the forward pass with the copies in place of the weights."""
         for _, _, weight in self._places:
             self._refresh(weight)
-        try:
-            for module, name, weight in self._places:
-                module._parameters[name] = self._copies[weight]
+        with self._copies_in(self._places):
             return self._forward(*args, **kwargs)
+
+    def forward_of(self, block: torch.nn.Module) -> Callable[..., Any]:
+        """The forward pass of a part of the model with the copies, also where the backward pass
+        runs it again."""
+        forward, modules = block.forward, set(block.modules())
+        places = [place for place in self._places if place[0] in modules]
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self._copies_in(places):
+                return forward(*args, **kwargs)
+
+        return run
+
+    @contextmanager
+    def _copies_in(self, places: Sequence[_Place]) -> Generator[None]:
+        before = [module._parameters[name] for module, name, _ in places]
+        try:
+            for module, name, weight in places:
+                module._parameters[name] = self._copies[weight]
+            yield
         finally:
-            for module, name, weight in self._places:
+            for (module, name, _), weight in zip(places, before, strict=True):
                 module._parameters[name] = weight
 
     def _refresh(self, weight: torch.nn.Parameter) -> None:

@@ -64,13 +64,19 @@ class PlainStrategy:
         return load_model(path, packed=packed), None
 
     def prepare(self, model: torch.nn.Module, layers: tuple[str, ...], unread: UnreadWeights | None = None) -> None:
-        """Move the model, and let bfloat16 copies of its weights compute if the settings say so."""
-        del layers, unread
+        """Move the model, and let bfloat16 copies of its weights compute, and layers be computed
+        again in the backward pass, if the settings say so."""
+        del unread
         model.to(self.device)
+        blocks = _blocks(model, layers) if self._config.activation_checkpointing else []
         if self._config.param_dtype == "bfloat16":
             if self.device.type == "cpu":
                 warn_if_slow("TorchConfig.param_dtype")
-            ComputeWeights(model, torch.bfloat16)
+            weights = ComputeWeights(model, torch.bfloat16)
+            for block in blocks:
+                block.forward = weights.forward_of(block)
+        for block in blocks:
+            block.forward = partial(_recomputed, block.forward)
 
 
 class FsdpStrategy:
@@ -99,7 +105,7 @@ class FsdpStrategy:
             raise ConfigError(
                 "FsdpConfig.cpu_offload must be false where there is no GPU; got true, and FsdpConfig.device=auto."
             )
-        blocks = [module for module in model.modules() if type(module).__name__ in layers]
+        blocks = _blocks(model, layers)
         if config.activation_checkpointing:
             for block in blocks:
                 block.forward = partial(_recomputed, block.forward)
@@ -116,6 +122,10 @@ class FsdpStrategy:
         shard(model)
         if unread is not None:
             unread.read(self.world)
+
+
+def _blocks(model: torch.nn.Module, layers: tuple[str, ...]) -> list[torch.nn.Module]:
+    return [module for module in model.modules() if type(module).__name__ in layers]
 
 
 def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -10,6 +10,7 @@ from rl_protocol.support.options import Options, option, require
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("float32", "bfloat16")
+RECOMPUTE = "keep only the inputs of each layer and compute the rest again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +73,7 @@ class TorchConfig(EngineConfig):
         "float32, or bfloat16: computes in it; master weights, gradient sums and optimizer stay float32",
         choices=DTYPES,
     )
+    activation_checkpointing: bool = option(False, RECOMPUTE)
     optimizer_offload: bool = option(
         False, "between updates, keep the state of AdamW in host memory and no gradients (cuda)"
     )
@@ -111,7 +113,7 @@ class FsdpConfig(EngineConfig):
     )
     activation_checkpointing: bool = option(
         False,
-        "keep only the inputs of each layer and compute the rest again",
+        RECOMPUTE,
         verl="actor_rollout_ref.model.enable_gradient_checkpointing",
     )
     cpu_offload: bool = option(False, "keep weights and optimizer state in host memory (cuda)", verl=".offload_policy")
