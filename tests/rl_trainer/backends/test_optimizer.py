@@ -9,9 +9,11 @@ from transformers import AutoModelForCausalLM
 
 from rl_protocol import BatchData, ConfigError, ragged
 from rl_protocol.torch import from_weight
-from rl_trainer import ActorConfig, LoraConfig, OptimConfig
+from rl_trainer import ActorConfig, FsdpConfig, LoraConfig, OptimConfig
 from rl_trainer.backends.optimizer import MovingAverage
+from rl_trainer.backends.parallel_strategy import FsdpStrategy
 from rl_trainer.backends.torch_policy import PolicyOptions, TorchPolicyBackend
+from rl_trainer.backends.world import World
 
 pytestmark = pytest.mark.numeric
 DECAY = 0.75
@@ -104,3 +106,42 @@ def test_a_checkpoint_without_an_average_is_refused(model_path, tmp_path):
     plain.snapshot()(tmp_path)
     with pytest.raises(ConfigError, match="average/"):
         policy(model_path).restore(tmp_path)
+
+
+@pytest.fixture
+def one_rank():
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield World()
+    torch.distributed.destroy_process_group()
+
+
+def test_with_gathered_weights_that_stay_the_teacher_and_the_policy_are_those_of_one_process(model_path, one_rank):
+    """A pass without gradients leaves the weights gathered; the average must not be hidden by them,
+    nor stay in them."""
+    kept = FsdpStrategy(FsdpConfig(device="cpu", reshard_after_forward=False), one_rank)
+    backends = policy(model_path), policy(model_path, strategy=kept)
+    found = []
+    for backend in backends:
+        rows = []
+        for step in range(3):
+            for compute in (backend.compute_log_probs, backend.compute_teacher_log_probs):
+                rows.append(compute(batch(0), temperature=1.0).ragged("log_probs").values)
+            backend.update(batch(step), temperature=1.0)
+        found.append(np.stack(rows))
+    assert np.abs(found[0] - found[1]).max() < 1e-3
+    assert np.abs(found[0][-1] - found[0][-2]).max() > 1e-2, "the teacher differs from the policy"
+
+
+def test_a_checkpoint_after_a_pass_has_the_weights_that_stay_gathered(model_path, tmp_path, one_rank):
+    strategy = FsdpStrategy(FsdpConfig(device="cpu", reshard_after_forward=False), one_rank)
+    backend = policy(model_path, strategy=strategy)
+    backend.update(batch(0), temperature=1.0)
+    digest, before = backend.state_digest(), weights(backend)
+    log_probs = backend.compute_log_probs(batch(0), temperature=1.0).ragged("log_probs").values
+    backend.snapshot()(tmp_path)
+    assert backend.state_digest() == digest
+    fresh = policy(model_path)
+    fresh.restore(tmp_path)
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights(fresh).items())
+    assert np.array_equal(backend.compute_log_probs(batch(0), temperature=1.0).ragged("log_probs").values, log_probs)

@@ -198,8 +198,19 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted(model_path):
     before = parameters(policy)
     good = training_batch(policy)
     bad = BatchData({**good.columns, "advantages": like_responses(lambda rng: float("nan"))})
-    assert policy.update(bad, temperature=1.0)["actor/skipped_steps"] == 1.0
+    metrics = policy.update(bad, temperature=1.0)
+    assert metrics["actor/skipped_steps"] == 1.0
+    assert np.isnan(metrics["actor/grad_norm"])
     assert torch.equal(parameters(policy), before)
+
+
+def test_the_gradient_norm_is_that_of_the_steps_that_were_made(model_path):
+    policy = TorchPolicyBackend(model_path, ActorConfig(ppo_mini_batch_size=2), seed=0)
+    good, first = training_batch(policy), iter([float("nan")])
+    bad = BatchData({**good.columns, "advantages": like_responses(lambda rng: next(first, 1.0))})
+    metrics = policy.update(bad, temperature=1.0)
+    assert metrics["actor/skipped_steps"] == 1.0
+    assert np.isfinite(metrics["actor/grad_norm"])
 
 
 def test_the_learning_rate_rises_over_the_warm_up(model_path):

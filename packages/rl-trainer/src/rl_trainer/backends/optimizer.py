@@ -15,6 +15,7 @@ from rl_protocol import BatchData
 from rl_trainer.algorithms.losses.aggregate import BatchCounts
 from rl_trainer.algorithms.metrics import WeightedMeans
 from rl_trainer.backends.forward_passes import ForwardPasses, silent
+from rl_trainer.backends.parallel_strategy import reshard
 from rl_trainer.backends.token_batch import lengths_of
 from rl_trainer.backends.world import CPU
 from rl_trainer.config import OptimConfig
@@ -103,7 +104,8 @@ class MiniBatchOptimizer:
             loss: see MicroLoss.
 
         Returns:
-            Means over all ranks of what `loss` added, `grad_norm`, `lr` and `skipped_steps`.
+            Means over all ranks of what `loss` added, `grad_norm` (the mean of those that are
+            finite; NaN if none is), `lr` and `skipped_steps`.
         """
         means, norms, skipped = WeightedMeans(), list[float](), 0
         with self._state_on_device():
@@ -116,7 +118,7 @@ class MiniBatchOptimizer:
                     skipped += 1
         return {
             **means.total(self._passes.world.total).result(),
-            "grad_norm": float(np.mean(norms)) if norms else 0.0,
+            "grad_norm": _mean_of_finite(norms),
             "lr": float(self._adam.param_groups[0]["lr"]),
             "skipped_steps": float(skipped),
         }
@@ -160,6 +162,14 @@ class MiniBatchOptimizer:
                 torch.autograd.graph.increment_version(weight)  # the fused step does not; ComputeWeights reads it
 
 
+def _mean_of_finite(norms: Sequence[float]) -> float:
+    """The mean of the finite numbers; NaN if there is none, and 0 without any number."""
+    finite = [norm for norm in norms if np.isfinite(norm)]
+    if norms and not finite:
+        return float("nan")
+    return float(np.mean(finite)) if finite else 0.0
+
+
 class MovingAverage:
     """Exponential moving average of the trainable weights, in memory beside them.
 
@@ -174,6 +184,7 @@ class MovingAverage:
 
     def __init__(self, model: torch.nn.Module, decay: float) -> None:
         self._decay = decay
+        self._model = model
         self._weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
         self._average = {name: weight.detach().clone() for name, weight in self._weights.items()}
 
@@ -199,6 +210,7 @@ class MovingAverage:
 
     @torch.no_grad()
     def _swap(self) -> None:
+        reshard(self._model)  # what is gathered has the values from before
         for name, weight in self._weights.items():
             weights, average = _local(weight), _local(self._average[name])
             kept = weights.clone()

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeGuard, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -134,6 +134,16 @@ def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled()
         else forward(*args, **kwargs)
     )
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Free the gathered weights of FSDP2, which a pass without gradients keeps with
+    `reshard_after_forward=false`; the next pass gathers them again. The parameters of the model are
+    then this rank's shards.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:

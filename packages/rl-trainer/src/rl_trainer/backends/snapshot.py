@@ -25,6 +25,7 @@ from rl_protocol import ConfigError, OutputError
 from rl_protocol.errors import UNREADABLE
 from rl_protocol.torch import tensor_digest
 from rl_trainer.backends.optimizer import MiniBatchOptimizer, MovingAverage
+from rl_trainer.backends.parallel_strategy import reshard
 from rl_trainer.backends.world import World
 from rl_trainer.checkpoints.resumable import Write
 
@@ -206,6 +207,7 @@ def _tensors(
     """What training changes: trainable weights, buffers, moments, and the weights' moving average.
     Frozen weights are in model.path.
     """
+    reshard(model)  # the gathered weights may be freed while they are copied
     weights = dict(model.named_parameters())
     all_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     kept = {name: weight for name, weight in weights.items() if weight.requires_grad}
