@@ -89,7 +89,9 @@ class FilterGroupsConfig(Options):
         False, "leave out prompts whose responses all score alike, and roll out others in their place", verl="."
     )
     metric: str = option("acc", "what is compared", choices=FILTER_METRICS)
-    max_num_gen_batches: int = option(4, "most rounds of generation per step; then it trains on what there is", ge=1)
+    max_num_gen_batches: int = option(
+        4, "most rounds of generation per step; then it trains on what there is, if each rank gets a row", ge=1
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

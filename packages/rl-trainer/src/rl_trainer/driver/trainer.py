@@ -492,7 +492,13 @@ class PPOTrainer:
 
     async def _prepare(self, clock: Clock, step: int, sampled: Sampled) -> _Prepared:
         """Run everything between sampling and the updates."""
-        if not sampled.rows:
+        workers = self._parts.workers
+        ranks = max(workers.dp_ranks_of(workers.actor)) + 1
+        if len(sampled.rows) < ranks:
+            if sampled.rows:
+                logger.warning(
+                    "step %d has %d rows for %d ranks, and trains none of them", step, len(sampled.rows), ranks
+                )
             return _Prepared((), sampled.metrics, sampled, tokens=0, groups=0)
         ages = self._staleness(sampled.rows)
         metrics = sampled.metrics | ages.metrics()
