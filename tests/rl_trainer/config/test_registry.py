@@ -168,6 +168,12 @@ def correction(**settings):
             "set it to false and ActorConfig.use_kl_loss to true",
         ),
         (
+            {"adv_estimator": "opd", "use_kl_in_reward": True},
+            {},
+            4,
+            "adv_estimator=opd rewards the log-probs of the teacher alone",
+        ),
+        (
             {"adv_estimator": "optimal_token_baseline", "old_log_prob": "rollout"},
             {},
             4,

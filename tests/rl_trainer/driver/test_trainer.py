@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import re
 from pathlib import Path
@@ -64,6 +65,7 @@ from rl_trainer.config import (
     AsyncConfig,
     FilterGroupsConfig,
     KLControlConfig,
+    OverlongConfig,
     PolicyLossConfig,
     ReplayConfig,
     RolloutCorrectionConfig,
@@ -1112,3 +1114,46 @@ def test_one_step_off_trains_on_what_the_weights_before_generated(model_path):
     assert setup.sync.versions == [1, 2, 3, 4]
     assert_documented(steps[-1])
     assert not any(asyncio.run(setup.plane.stats()).rows.values())
+
+
+def test_a_step_with_fewer_rows_than_ranks_is_skipped(model_path, caplog):
+    """Where one prompt alone is informative, its 4 rows can't give each of 5 ranks one."""
+    calls = itertools.count()
+
+    def reward(source, text, truth, extra=None):
+        return float(next(calls) == 0)
+
+    filtering = {"filter_groups": FilterGroupsConfig(enable=True, metric="score", max_num_gen_batches=1)}
+    setup = Setup(model_path, steps=1, algorithm=filtering, engines=1, reward=reward)
+    ranks = setup.workers.actor * 5
+    setup.trainer._parts = dataclasses.replace(
+        setup.trainer._parts, workers=dataclasses.replace(setup.workers, actor=ranks, dp_ranks=range(5))
+    )
+    setup.fit()
+    metrics = setup.steps[-1][1]
+    assert metrics["training/filter_groups/prompts_kept"] == 1
+    assert "step 1 has 4 rows for 5 ranks, and trains none of them" in caplog.text
+    assert setup.sync.versions == []
+    assert not any(asyncio.run(setup.plane.stats()).rows.values())
+
+
+def test_the_overlong_penalty_is_in_the_score_that_gdpo_looks_at(model_path):
+    """Of responses with equal scores the longer ones get the lower advantages."""
+    seen = []
+    setup = Setup(model_path, estimator="gdpo", steps=1, engines=1, algorithm={"gdpo_reward_keys": ("score", "acc")})
+    worker = setup.workers.reward.worker
+    overlong = OverlongConfig(buffer_len=2, penalty_factor=1.0)
+    worker._settings = dataclasses.replace(worker._settings, overlong=overlong)
+    put = setup.plane.put
+
+    async def watched(partition, keys, data=None, **more):
+        if data is not None and "reward_components" in data:
+            seen.append((data["reward_components"], data["scores"], data["acc"]))
+        return await put(partition, keys, data, **more)
+
+    setup.plane.put = watched
+    setup.fit()
+    (parts, scores, acc), *_ = seen
+    assert (parts.values[0::2] == scores.values).all()
+    assert (parts.values[1::2] == acc.values).all()
+    assert (scores.values < acc.values).any()

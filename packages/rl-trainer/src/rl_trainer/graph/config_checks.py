@@ -199,6 +199,11 @@ def _check_estimator(algorithm: AlgorithmConfig, rollout_n: int) -> None:
             f"AlgorithmConfig.adv_estimator={name} looks at the parts of the reward alone, not at AlgorithmConfig.use_kl_in_reward=true; "
             "set it to false and ActorConfig.use_kl_loss to true."
         )
+    if "ref_log_prob" in estimator.reads and algorithm.use_kl_in_reward:
+        raise ConfigError(
+            f"AlgorithmConfig.adv_estimator={name} rewards the log-probs of the teacher alone, not AlgorithmConfig.use_kl_in_reward=true; "
+            "set it to false."
+        )
     mode = algorithm.old_log_prob
     if "sum_pi_squared" in estimator.reads and starts_from_rollout(mode):
         raise ConfigError(

@@ -95,7 +95,7 @@ class RewardWorker(StatefulWorker):
         """The data sources of rows that have been scored."""
 
     @tqbridge(
-        reads=("responses", *TASK_COLUMNS),
+        reads=lambda step: ("responses", *TASK_COLUMNS, *step.demonstration),
         writes=lambda step: ("scores", "acc", *step.reward_components),
         schema=TRAINER_SCHEMA,
     )
@@ -123,6 +123,7 @@ class RewardWorker(StatefulWorker):
         good = [i for i in range(len(final)) if i not in failed]
         numbers = [_scored(outcomes[final[i]]).numbers for i in good]
         scores = np.array([row["score"] for row in numbers], np.float32)
+        penalty = np.zeros(len(scores), np.float32)
         if self._settings.overlong.buffer_len:
             penalty = self._overlong_penalty(data.ragged("responses").lengths[[final[i] for i in good]])
             scores = (scores + penalty).astype(np.float32)
@@ -134,13 +135,22 @@ class RewardWorker(StatefulWorker):
             {"scores": dense(scores), "acc": dense(np.array([row["acc"] for row in numbers], np.float32))}
         )
         if components := self._settings.algorithm.gdpo_reward_keys:
-            parts = ragged([[row[key] for key in components] for row in numbers], "float32")
+            parts = ragged(
+                [
+                    [row[key] + (float(extra) if key == "score" else 0.0) for key in components]
+                    for row, extra in zip(numbers, penalty, strict=True)
+                ],
+                "float32",
+            )
             columns = columns.union(BatchData({"reward_components": parts}))
+        given = _given(data, len(call.batch))
         result = RewardResult(
             metrics=metrics,
             failed=tuple(call.batch.keys[i] for i in failed),
             failure=_examples(failed.values()),
-            prompt_scores=_by_prompt({call.batch.keys[final[i]]: float(scores[k]) for k, i in enumerate(good)}),
+            prompt_scores=_by_prompt(
+                {call.batch.keys[final[i]]: float(scores[k]) for k, i in enumerate(good) if not given[final[i]]}
+            ),
         )
         return Output(columns=columns if good else None, rows=good, result=result)
 
@@ -247,6 +257,13 @@ class RewardWorker(StatefulWorker):
 def _scored(outcome: Outcome) -> Scored:
     assert isinstance(outcome, Scored), "failures are handled before"
     return outcome
+
+
+def _given(data: BatchData, rows: int) -> list[bool]:
+    """Which rows are answers of the data, which the policy has not generated."""
+    if "demonstration" not in data:
+        return [False] * rows
+    return [bool(row.any()) for row in data.ragged("demonstration").rows()]
 
 
 def _by_prompt(scores: Mapping[str, float]) -> dict[str, tuple[float, float]]:
