@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reward_samples import samples
@@ -15,7 +16,7 @@ from rl_trainer.rewards import (
     load_reward,
 )
 from rl_trainer.rewards.functions import run
-from rl_trainer.rewards.scorer import Failure, Sample
+from rl_trainer.rewards.scorer import Failure, Sample, outcome_of
 
 
 def test_the_built_in_function():
@@ -31,7 +32,7 @@ def test_every_sample_has_an_outcome_in_its_place(returned):
     scorer = InlineScorer(lambda *_: next(values))
     outcomes = asyncio.run(scorer.score(samples(*map(str, range(len(returned))))))
     for value, outcome in zip(returned, outcomes, strict=True):
-        finite = isinstance(value, bool | float) and abs(value) < float("inf")
+        finite = isinstance(value, bool | float) and abs(value) <= float(np.finfo(np.float32).max)
         assert isinstance(outcome, Scored) == finite
         if finite:
             assert outcome.numbers["score"] == float(value)
@@ -43,3 +44,11 @@ def test_a_result_that_is_no_number_names_the_line_of_the_function():
     assert bad == Failure(
         kind="no_number", message="returned nan; it must return a finite number", where=f"{__file__}:{line}"
     )
+
+
+def test_a_number_that_float32_does_not_hold_is_none():
+    assert outcome_of(3e38) == Scored(numbers={"acc": 3e38, "score": 3e38})
+    for value in (1e300, -4e38, 10**300):
+        found = outcome_of(value)
+        assert isinstance(found, Failure)
+        assert found.message == f"returned {value!r}; it must return a finite number of at most 3.4e38 (float32)"

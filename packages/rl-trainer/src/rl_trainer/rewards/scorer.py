@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol, cast
 import msgspec
 import numpy as np
 
+_LARGEST = float(np.finfo(np.float32).max)
 _LONGEST = 2000
 """Texts are cut to this number of characters."""
 FailureKind = Literal["exception", "timeout", "died", "no_number"]
@@ -85,10 +86,10 @@ class Scorer(Protocol):
 def outcome_of(returned: object) -> Outcome:
     """Check the result of a reward function for one sample.
 
-    Valid are a finite number, and a mapping of names to finite numbers and texts that contains
-    `score`. `acc` defaults to the score.
+    Valid are a number that is finite in float32, and a mapping of names to such numbers and texts
+    that contains `score`. `acc` defaults to the score.
     """
-    if type(returned) is float and math.isfinite(returned):
+    if type(returned) is float and abs(returned) <= _LARGEST:
         return Scored(numbers={"acc": returned, "score": returned})
     named = cast(Mapping[str, Any], returned) if isinstance(returned, Mapping) else {"score": returned}
     numbers: dict[str, float] = {}
@@ -96,11 +97,12 @@ def outcome_of(returned: object) -> Outcome:
     for name, value in named.items():
         if isinstance(value, str) and name not in ("score", "acc"):
             texts[name] = value[:_LONGEST]
-        elif isinstance(value, bool | int | float | np.number | np.bool_) and math.isfinite(value):
+        elif isinstance(value, bool | int | float | np.number | np.bool_) and abs(value) <= _LARGEST:
             numbers[name] = float(value)
         else:
             what = "" if name == "score" else f" as {name!r}"
-            return Failure(kind="no_number", message=f"returned {value!r}{what}; it must return a finite number")
+            limit = " of at most 3.4e38 (float32)" if isinstance(value, int | float) and math.isfinite(value) else ""
+            return Failure(kind="no_number", message=f"returned {value!r}{what}; it must return a finite number{limit}")
     if "score" not in numbers:
         return Failure(kind="no_number", message=f"returned no 'score' but {sorted(named)}")
     return Scored(numbers={"acc": numbers["score"], **numbers}, texts=texts)
