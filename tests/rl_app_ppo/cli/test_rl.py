@@ -198,7 +198,10 @@ def test_samples_are_those_of_the_newest_step_in_the_order_that_is_asked_for(run
         ["v0-1/0/0", "failed", "1+1="],
         ["v0-10/0/0", "0.000", "10+1="],
         ["v0-0/0/0", "0.500", "0+1="],
+        ["3", "of", "4"],
     ]
+    best = ("samples", str(samples), "--step", "0", "--sort", "reward", "--descending", "--json")
+    assert [row["key"] for row in json.loads(run(*best).output)][1:] == ["v0-0/0/0", "v0-10/0/0", "v0-1/0/0"]
     lengths = json.loads(run("samples", str(samples), "--sort", "length", "--json").output)
     assert [len(row["response"]) for row in lengths] == [10, 18, 19, 20]
 

@@ -301,16 +301,20 @@ def _samples(
     run: Annotated[Path, typer.Argument(help="Folder of the run.")],
     step: Annotated[int | None, typer.Option(help="Step; the newest by default.")] = None,
     sort: Annotated[str, typer.Option(help=f"{', '.join(SORTS)}; the lowest first.")] = "key",
+    descending: Annotated[bool, typer.Option("--descending", help="The highest first.")] = False,
     limit: Annotated[int, typer.Option(min=1, help="Samples.")] = 20,
     training: Annotated[bool, typer.Option("--train", help="Of training, not of validation.")] = False,
     as_json: Json = False,
 ) -> None:
     """Print responses of a step with their rewards."""
-    rows = read_samples(run, step, train=training, sort=sort)[:limit]
+    found = read_samples(run, step, train=training, sort=sort, descending=descending)
+    rows = found[:limit]
     if as_json:
         _print_json(rows)
-    else:
-        _print(samples_text(rows))
+        return
+    _print(samples_text(rows))
+    if len(found) > len(rows):
+        _print(f"{len(rows)} of {len(found)} responses; --limit {len(found)} shows all\n")
 
 
 @_command("new", rich_help_panel=BEFORE)

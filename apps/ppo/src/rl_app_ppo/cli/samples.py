@@ -24,15 +24,17 @@ _WIDTH = 60
 """Most characters of a text."""
 
 
-def read_samples(run: Path, step: int | None, *, train: bool, sort: str) -> list[SampleRow]:
+def read_samples(run: Path, step: int | None, *, train: bool, sort: str, descending: bool = False) -> list[SampleRow]:
     """Read the samples of one step of a run, in the order of their prompts, or by reward or length
     of the response in characters, the lowest first; those without a reward come first of all.
+    `descending` reverses the order.
 
     Args:
         run: folder of the run.
         step: None: the newest that has samples.
         train: the recorded training responses instead of those of the validation.
         sort: one of SORTS.
+        descending: the highest first.
 
     Raises:
         ConfigError: there is no such run, step or order, or a file is damaged.
@@ -42,10 +44,10 @@ def read_samples(run: Path, step: int | None, *, train: bool, sort: str) -> list
     files_of(run)
     rows = _chosen(_trained(run, step) if train else _validated(run), run, step, train=train)
     if sort == "reward":
-        return sorted(rows, key=_reward_or_least)
+        return sorted(rows, key=_reward_or_least, reverse=descending)
     if sort == "length":
-        return sorted(rows, key=lambda row: len(row.response))
-    return sorted(rows, key=_place)
+        return sorted(rows, key=lambda row: len(row.response), reverse=descending)
+    return sorted(rows, key=_place, reverse=descending)
 
 
 def samples_text(rows: Sequence[SampleRow]) -> str:
