@@ -7,6 +7,7 @@ import logging
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rl_app_ppo.outputs.metric_sinks import BackgroundSink
@@ -139,3 +140,10 @@ def test_a_table_that_fails_is_said_once_and_loses_no_step(tmp_path: Path, caplo
     assert [record.getMessage() for record in caplog.records] == [
         "The logger broken gets no more tables of samples: ConnectionError: no route. The report has them."
     ]
+
+
+def test_an_advantage_that_is_not_finite_is_left_out_of_the_mean(tmp_path: Path):
+    tables = SampleTables(tmp_path)
+    write(tmp_path, msgspec.structs.replace(trajectory(3), advantages=[float("nan"), 9.0, 2.0]))
+    ((row,),) = (table.rows for table in tables.new(done=True))
+    assert dict(zip(COLUMNS, row, strict=True))["advantage"] == 2.0

@@ -125,5 +125,16 @@ def test_a_gradient_norm_is_a_spike_beside_the_median_of_at_least_five_steps():
     assert "actor.optim" in text
 
 
+def test_updates_that_are_skipped_are_a_symptom_at_once():
+    skipped = {"actor/skipped_steps": 2.0, "actor/grad_norm": float("nan")}
+    assert found(skipped) == {"skipped updates"}
+    assert found(*[HEALTHY] * 6, skipped) == {"skipped updates"}
+    usual = [{"actor/grad_norm": norm} for norm in (0.1, 0.2, float("nan"), 0.1, 9.0, 0.1)]
+    assert found(*usual, {"actor/grad_norm": 2.1}) == {"gradient spike"}
+    text = symptoms(FIRST, [HEALTHY | skipped], tools=False)["skipped updates"]
+    assert text.startswith("2 mini-batches had a gradient that is not finite")
+    assert "actor.optim.lr" in text
+
+
 def test_nothing_is_asked_of_metrics_that_a_run_has_not():
     assert symptoms({}, [{}] * 10, tools=True) == {}

@@ -20,6 +20,7 @@ from rl_app_ppo.cli import rl
 from rl_app_ppo.report import run_data
 from rl_app_ppo.report.page import write_report
 from rl_trainer.record.read_record import read_record
+from rl_trainer.record.record_file import RecordFile
 
 KINDS = {"i2": np.int16, "i4": np.int32, "f4": np.float32, "f8": np.float64, "u1": np.uint8}
 
@@ -69,6 +70,25 @@ def test_the_data_are_those_of_the_run(page, tmp_path):
     assert [spans["stages"][i] for i in column(spans["stage"])] == ["rollout", "update_actor"] * 6
     assert run["syncs"] == [[1009.95, 1010.0, 1, 3 << 20, 2]]
     assert column(run["ends"]["at"]) == [1010.0 + step for step in range(7)]
+
+
+def test_a_number_that_is_not_finite_is_one_that_is_not_there(tmp_path):
+    """As in a run whose weights diverged."""
+    folder = write_run(tmp_path / "a", steps=1)
+    (row, *_) = read_record(folder / "record").trajectories
+    nan = float("nan")
+    file = RecordFile(folder / "record", "again")
+    file.append(
+        [msgspec.structs.replace(row, key="s1-99/0/0", advantages=[nan] * 4, old_log_probs=[-0.25, nan, 0.0, 1.0])]
+    )
+    file.close()
+    write_report([folder], tmp_path / "report.html")
+    header, column = unpacked((tmp_path / "report.html").read_text(encoding="utf-8"))
+    found = header["runs"][0]["trajectories"]
+    at = 4 * found["key"].index("s1-99/0/0")
+    absent = np.iinfo(np.int16).min
+    assert column(found["columns"]["old_log_probs"])[at : at + 4] == [-250, absent, 0, 1000]
+    assert column(found["columns"]["advantages"])[at : at + 4] == [absent] * 4
 
 
 def test_no_text_of_a_run_is_markup_and_the_policy_allows_nothing_else(page):

@@ -71,11 +71,11 @@ export class Run {
     return Boolean(column && row.length && column[this.offsets[row.index]!] !== ABSENT);
   }
 
-  /** A column of a trajectory; NaN for tokens that the policy did not generate. */
+  /** A column of a trajectory; NaN for tokens that the policy did not generate, and for numbers that are not finite. */
   values(name: TokenColumn, row: Trajectory): Float32Array | null {
     if (!this.has(name, row)) return null;
     const mask = this.mask(row);
-    return Float32Array.from(this.columns[name]!.subarray(this.offsets[row.index]!, this.offsets[row.index + 1]!), (v, i) => (mask[i] ? v / SCALE : NaN));
+    return Float32Array.from(this.columns[name]!.subarray(this.offsets[row.index]!, this.offsets[row.index + 1]!), (v, i) => (mask[i] && v !== ABSENT ? v / SCALE : NaN));
   }
 
   gaps(row: Trajectory): Float32Array | null {
@@ -127,7 +127,7 @@ export class Run {
     const column = this.columns[name];
     if (!column || a === b || column[a] === ABSENT) return NaN;
     let sum = 0, count = 0;
-    for (let i = a; i < b; i++) if (this.masks[i]) { sum += column[i]!; count++; }
+    for (let i = a; i < b; i++) if (this.masks[i] && column[i] !== ABSENT) { sum += column[i]!; count++; }
     return sum / SCALE / count;
   }
 
@@ -135,7 +135,7 @@ export class Run {
     const [rollout, trainer] = [this.columns.rollout_log_probs, this.columns.old_log_probs];
     if (!rollout || !trainer || a === b || trainer[a] === ABSENT) return NaN;
     let most = 0;
-    for (let i = a; i < b; i++) if (this.masks[i]) most = Math.max(most, Math.abs(rollout[i]! - trainer[i]!));
+    for (let i = a; i < b; i++) if (this.masks[i] && rollout[i] !== ABSENT && trainer[i] !== ABSENT) most = Math.max(most, Math.abs(rollout[i]! - trainer[i]!));
     return most / SCALE;
   }
 }

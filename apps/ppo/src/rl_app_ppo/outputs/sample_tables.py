@@ -76,7 +76,7 @@ class SampleTables:
 def _cells(row: TrajectoryRow) -> tuple[Cell, ...]:
     parts = {name: value for name, value in {**row.reward, **row.texts}.items() if name != "score"}
     advantages = zip(row.advantages, row.response_mask, strict=True) if row.advantages else ()
-    trained = [value for value, mask in advantages if mask]
+    trained = [value for value, mask in advantages if mask and value is not None]
     return (
         *(row.step, row.key, row.why, row.prompt, row.response, row.ground_truth),
         row.reward.get("score"),

@@ -99,6 +99,11 @@ def _of_step(metrics: Metrics, *, tools: bool) -> dict[str, str]:
             "the gradient of the policy is zero (actor/grad_norm), so its weights do not change; look at reward.function and "
             "algorithm.adv_estimator"
         )
+    if skipped := metrics.get("actor/skipped_steps"):
+        found["skipped updates"] = (
+            f"{skipped:.0f} mini-batches had a gradient that is not finite and changed no weight (actor/skipped_steps); lower "
+            "actor.optim.lr, and look at the rewards of this step and at the weights in model.path"
+        )
     if damaged := metrics.get("transfer_queue/damaged_blocks"):
         found["damaged memory"] = (
             f"{damaged:.0f} blocks of the data plane were damaged in memory, and read again from the journal (transfer_queue.verify); "
@@ -113,8 +118,8 @@ def _of_step(metrics: Metrics, *, tools: bool) -> dict[str, str]:
 
 def _of_gradients(last: Sequence[Metrics]) -> dict[str, str]:
     """A gradient norm far above those of the steps before."""
-    norms = [metrics["actor/grad_norm"] for metrics in last if "actor/grad_norm" in metrics]
-    if len(norms) <= FEWEST or "actor/grad_norm" not in last[-1]:
+    norms = [norm for metrics in last if math.isfinite(norm := metrics.get("actor/grad_norm", math.nan))]
+    if len(norms) <= FEWEST or norms[-1] != last[-1].get("actor/grad_norm"):
         return {}
     usual = statistics.median(norms[:-1])
     if not norms[-1] > SPIKE * usual > 0:

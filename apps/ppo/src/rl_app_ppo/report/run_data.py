@@ -122,13 +122,14 @@ def _trajectories(rows: Sequence[TrajectoryRow], texts: dict[int, str], packer: 
 
 
 def _token_column(rows: Sequence[TrajectoryRow], name: str, packer: Packer) -> ColumnPlace | None:
-    """A column of all tokens, with the smallest integer where a row lacks it; None: all lack it."""
+    """A column of all tokens, with the smallest integer where a row lacks it, or a number is not
+    finite; None: all rows lack it."""
     absent, largest = -(1 << 15), (1 << 15) - 1
     values: list[int] = []
     found = False
     for row in rows:
-        column: list[float] = getattr(row, name)
+        column: list[float | None] = getattr(row, name)
         found = found or bool(column)
-        scaled = [max(-largest, min(largest, round(value * _SCALE))) for value in column]
+        scaled = [absent if value is None else max(-largest, min(largest, round(value * _SCALE))) for value in column]
         values.extend(scaled or [absent] * len(row.response_ids))
     return packer.add("i2", values) if found else None

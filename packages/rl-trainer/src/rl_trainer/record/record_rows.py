@@ -89,7 +89,7 @@ class TokensRow(_Row, frozen=True, kw_only=True, tag="tokens"):
 class TrajectoryRow(_Row, frozen=True, kw_only=True, tag="trajectory"):
     """A sampled trajectory. The columns have one element per token of the response.
 
-    Those that the run does not compute are empty.
+    Those that the run does not compute are empty. A number that is not finite is read as None.
     """
 
     step: int
@@ -105,13 +105,13 @@ class TrajectoryRow(_Row, frozen=True, kw_only=True, tag="trajectory"):
     prompt_ids: list[int]
     response_ids: list[int]
     response_mask: list[int]
-    rollout_log_probs: list[float]
+    rollout_log_probs: list[float | None]
     versions: list[tuple[int, int]]
     """Runs of [version of the weights, tokens that it generated]."""
-    old_log_probs: list[float] = []
-    ref_log_prob: list[float] = []
-    entropy: list[float] = []
-    advantages: list[float] = []
+    old_log_probs: list[float | None] = []
+    ref_log_prob: list[float | None] = []
+    entropy: list[float | None] = []
+    advantages: list[float | None] = []
     finish: str = ""
     """Why it ended, for sessions that say so."""
     turns: int = 1

@@ -118,7 +118,6 @@ ENTRIES: tuple[Entry, ...] = (
         conversions.one_of("actor.policy_loss.loss_mode", {name: name for name in POLICY_LOSSES.names()}),
     ),
     converted(f"{ACTOR}.kl_loss_type", "actor.kl_loss_type", conversions.one_of("actor.kl_loss_type", conversions.KL)),
-    no_effect("verl reads it with the policy loss dro alone", f"{ACTOR}.policy_loss.dro_beta"),
     no_effect(
         _MEMORY,
         """calculate_entropy calculate_sum_pi_squared entropy_checkpointing entropy_from_logits_chunk_size
