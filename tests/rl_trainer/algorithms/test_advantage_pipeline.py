@@ -58,6 +58,16 @@ def test_the_divergence_is_taken_from_the_reward_where_asked():
     assert metrics["training/rollout_log_probs_diff_max"] == 0.0
 
 
+def test_the_reward_of_a_session_is_less_the_divergence_of_all_its_trajectories():
+    meta, data = batch_with_reference()
+    meta = KVBatchMeta(partition=meta.partition, keys=("p/0/0", "p/0/1"))
+    settings = scoring(use_kl_in_reward=True, kl_coef=0.1, adv_estimator="reinforce_plus_plus")
+    _, metrics, *_ = estimate_advantages(meta, data, settings)
+    divergence = 3 * metrics["actor/reward_kl_penalty"]  # 2 / 3 on average over 3 tokens
+    assert metrics["critic/rewards/max"] == metrics["critic/rewards/min"]
+    assert metrics["critic/rewards/mean"] == pytest.approx(metrics["critic/score/mean"] - 0.1 * divergence)
+
+
 def test_the_divergence_is_only_reported_where_it_is_part_of_the_loss():
     meta, data = batch_with_reference()
     _, metrics, *_ = estimate_advantages(meta, data, scoring())

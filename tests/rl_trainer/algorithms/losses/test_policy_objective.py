@@ -292,6 +292,29 @@ def test_the_weights_of_the_parts_by_hand():
     assert found["kl_loss"] == pytest.approx((0.5 + 2.0) / 2)
 
 
+def test_the_entropy_bonus_is_for_tokens_of_the_policy():
+    """Token 1 is of an answer of the data; token 2 is of the policy in rows without policy loss."""
+    entropy = torch.tensor([0.5, 4.0, 1.5], requires_grad=True)
+    loss = PolicyObjective(ActorConfig(policy_loss=PolicyLossConfig(loss_mode="gpg"), entropy_coeff=0.1))(
+        torch.tensor([-1.0, -2.0, -3.0]),
+        entropy,
+        TokenColumns(
+            old_log_prob=torch.tensor([-1.0, -2.0, -3.0]),
+            advantages=torch.zeros(3),
+            mask=torch.ones(3, dtype=torch.bool),
+            row=torch.tensor([0, 1, 2]),
+            rows=3,
+            rl_weights=torch.tensor([1.0, 0.0, 0.0]),
+            ce_weights=torch.tensor([0.0, 1.0, 0.0]),
+        ),
+        BatchCounts(tokens=3, sequences=3),
+        means := WeightedMeans(),
+    )
+    loss.backward()
+    assert entropy.grad.tolist() == pytest.approx([-0.1 / 3, 0.0, -0.1 / 3])
+    assert means.result()["entropy_loss"] == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 @pytest.mark.parametrize("name", NAMES)
 @settings(deadline=None, max_examples=5)

@@ -91,7 +91,9 @@ def estimate_advantages(batch: KVBatchMeta, data: BatchData, settings: Advantage
             _chosen_tokens(_with_policy_loss(inputs, coefs.rl), advantages, settings), offsets, "bool"
         )
     final, demonstrations = _rows_by_origin(inputs.episodes.final_row, given, offsets)
-    rewards = scores if penalty is None else scores + row_sums(penalty, offsets)
+    rewards = scores.copy()
+    if penalty is not None:
+        rewards[inputs.episodes.final_row] += inputs.episodes.sums(inputs.gather(penalty))
     metrics |= kl_metrics | batch_metrics(data, mask, rewards, advantages, returns, settings.response_length, final)
     metrics |= _equal_groups([inputs.keys[row].uid for row in final], scores[final])
     metrics |= stats("demonstration/score", scores[demonstrations])
@@ -258,7 +260,7 @@ def batch_metrics(
     """verl's batch metrics, over unmasked tokens only.
 
     Scores belong to sessions: `final` [S] are the rows that were scored. `rewards` [N] are scores
-    minus KL penalties.
+    minus the KL penalties of the session.
     """
     responses = data.ragged("responses")
     prompt_lengths = data.ragged("prompts").lengths

@@ -58,6 +58,14 @@ class TokenColumns:
     ref_top_log_probs: torch.Tensor | None = None
     top_tokens: torch.Tensor | None = None
 
+    @property
+    def imitated(self) -> torch.Tensor:
+        """bool [T], true for tokens with cross-entropy and no policy loss, such as answers of the
+        data and observations."""
+        if self.rl_weights is None or self.ce_weights is None:
+            return torch.zeros_like(self.mask)
+        return (self.ce_weights != 0) & (self.rl_weights == 0)
+
     def require_old_log_prob(self) -> torch.Tensor:
         """`old_log_prob`.
 
@@ -134,9 +142,10 @@ class PolicyObjective:
         if tokens.ce_weights is not None:
             per_token = per_token - tokens.ce_weights * log_prob
             add_masked(means, {"ce_loss": -log_prob}, tokens.mask & (tokens.ce_weights != 0))
-        add_masked(means, {"entropy_loss": entropy}, mask)
+        generated = mask if tokens.advantages is None else mask & ~tokens.imitated
+        add_masked(means, {"entropy_loss": entropy}, generated)
         if config.entropy_coeff:
-            per_token = per_token - config.entropy_coeff * entropy
+            per_token = per_token - config.entropy_coeff * torch.where(generated, entropy, 0.0)
         if config.use_kl_loss:
             divergence = self._divergence(log_prob, top_log_prob, tokens)
             weights = tokens.ref_kl_weights
