@@ -791,7 +791,7 @@ def test_a_round_in_which_every_reward_fails_teaches_nothing(model_path):
     setup.trainer._sampler._policy = StalenessPolicy(batch_size=2)
     setup.fit()
     metrics = setup.steps[-1][1]
-    assert metrics["reward/failures"] == 2 * 2 * 4
+    assert metrics["reward/failures"] == metrics["reward/failures/died"] == 2 * 2 * 4
     assert metrics["training/filter_groups/prompts_kept"] == 0
     assert setup.sync.versions == []
     assert not any(asyncio.run(setup.plane.stats()).rows.values())

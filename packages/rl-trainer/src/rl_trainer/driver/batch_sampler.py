@@ -27,7 +27,8 @@ from rl_trainer.rollout.trajectory_stats import rollout_metrics
 from rl_trainer.workers.messages import FilterResult, Partition, PromptRef, RewardResult, StageCall, StageResult
 
 Scoring = TypeVar("Scoring", bound=RewardResult)
-_COUNTS = ("replay/", "reward/failures", "training/filter_groups/")
+_FAILURES = "reward/failures"
+_COUNTS = ("replay/", _FAILURES, "training/filter_groups/")
 """How the names of metrics begin that count something."""
 
 
@@ -219,7 +220,10 @@ class Sampler:
             )
             failed |= set(scored.failed)
             scores |= scored.prompt_scores
-            metrics |= scored.metrics | {"reward/failures": float(len(failed))}
+            kinds = {
+                name: n + metrics.get(name, 0.0) for name, n in scored.metrics.items() if name.startswith(_FAILURES)
+            }
+            metrics |= scored.metrics | kinds | {_FAILURES: float(len(failed))}
             if "filter" not in parts.graph:
                 return Sampled(_without(rows, failed), prompts, groups, metrics | clock.seconds, scores, gap=gap)
             if usable := _without(new, failed):
