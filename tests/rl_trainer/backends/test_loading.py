@@ -183,3 +183,39 @@ def test_adapters_that_begin_with_the_norms_of_weights_read_all(ranks):
 def test_no_rank_holds_the_whole_model(ranks):
     for rank in ranks[0]:
         assert max(rank["large/full"]["memory"]) < 0.75 * ranks[1]["large"]
+
+
+def without(name):
+    return lambda tensors: {key: value for key, value in tensors.items() if key != name}
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize("load", [load_model, lambda path: load_unread(path, packed=False)], ids=["whole", "by rows"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without(UP), rf"it lacks {UP}, which would be random$"),
+        (without("lm_head.weight"), r"it lacks lm_head\.weight, which would be random$"),
+        (
+            lambda tensors: {f"_orig_mod.{name}": value for name, value in tensors.items()},
+            r"it lacks lm_head\.weight, model\.embed_tokens\.weight, .* and 24 more, which would be random; it has _orig_mod\.lm_head",
+        ),
+        (
+            lambda tensors: {**without("lm_head.weight")(tensors), "score.weight": tensors["lm_head.weight"][:1]},
+            r"it lacks lm_head\.weight, which would be random; it has score\.weight instead$",
+        ),
+        (
+            lambda tensors: {**tensors, UP: tensors[UP][:40].clone()},
+            rf"other shapes than its config\.json says: {UP} \[40, 32\], not \[48, 32\]$",
+        ),
+    ],
+    ids=["layer", "head", "prefix", "classifier", "shape"],
+)
+def test_a_folder_that_lacks_weights_is_refused(tmp_path, load, change, message):
+    path = saved(tmp_path, Qwen2Config(**SMALL, tie_word_embeddings=False))
+    file = path / "model.safetensors"
+    save_file(change(load_file(file)), file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=message):
+        load(path)

@@ -87,10 +87,10 @@ def test_persistent_buffers_are_sent_and_others_are_not(model_path, lora, monkey
     made = AutoModelForCausalLM.from_pretrained
 
     def with_buffers(*args, **how):
-        model = made(*args, **how)
+        model, found = made(*args, **how)
         model.model.register_buffer("counts", torch.tensor([3, 5]))
         model.model.register_buffer("scratch", torch.zeros(4), persistent=False)
-        return model
+        return model, found
 
     monkeypatch.setattr("rl_trainer.backends.loading.AutoModelForCausalLM.from_pretrained", with_buffers)
     policy = TorchPolicyBackend(model_path, ActorConfig(ppo_mini_batch_size=4), lora=lora)

@@ -37,15 +37,34 @@ def load_model(path: str | Path, *, packed: bool = False, dtype: torch.dtype = t
     `data.images.FAMILIES` sees images.
 
     Raises:
-        ConfigError: the folder can't be read as a model, or `packed` a model that is not one of
+        ConfigError: the folder can't be read as a model; it lacks weights, which would be random,
+            or they have other shapes; or `packed` a model that is not one of
             `data.model_families.JOINED_FAMILIES`.
     """
     kind, attention = _kind(path, packed=packed)
     try:
-        model = kind.from_pretrained(str(path), dtype=dtype, local_files_only=True, **attention)
+        model, found = kind.from_pretrained(
+            str(path),
+            dtype=dtype,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **attention,
+        )
     except (OSError, ValueError) as error:
         raise _unreadable(path, error) from error
+    if shapes := [f"{name} {list(saved)}, not {list(own)}" for name, saved, own in sorted(found["mismatched_keys"])]:
+        raise _unreadable(path, f"weights have other shapes than its config.json says: {_some(shapes)}")
+    if missing := sorted(found["missing_keys"]):
+        unknown = sorted(found["unexpected_keys"])
+        instead = f"; it has {_some(unknown)} instead" if unknown else ""
+        raise _unreadable(path, f"it lacks {_some(missing)}, which would be random{instead}")
     return model.eval()
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first three, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _kind(path: str | Path, *, packed: bool) -> tuple[Any, dict[str, str]]:
@@ -67,7 +86,7 @@ def _family(path: str | Path) -> str:
         raise _unreadable(path, error) from error
 
 
-def _unreadable(path: str | Path, error: Exception) -> ConfigError:
+def _unreadable(path: str | Path, error: Exception | str) -> ConfigError:
     return ConfigError(
         f"load_model.path={str(path)!r} can't be loaded as a transformers causal language model: {error}"
     )
@@ -185,13 +204,24 @@ def _zeros(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _of_zeros(path: Path, kind: Any, zeros: dict[str, torch.Tensor], attention: dict[str, str]) -> Any:
-    """The model with these weights; None: transformers computes its weights from those of files."""
+    """The model with these weights; None: transformers computes its weights from those of files, or
+    their shapes differ."""
     config = AutoConfig.from_pretrained(str(path), local_files_only=True)
     if getattr(config, "quantization_config", None) is not None:
         return None
     with torch.device("meta"):
         made: Any = type(kind.from_config(config))  # an Auto class takes no state_dict
-    model = made.from_pretrained(None, config=config, state_dict=zeros, dtype=torch.float32, **attention)
+    model, found = made.from_pretrained(
+        None,
+        config=config,
+        state_dict=zeros,
+        dtype=torch.float32,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+        **attention,
+    )
+    if found["mismatched_keys"]:
+        return None
     model.config.name_or_path = model.name_or_path = str(path)
     if (path / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(str(path), local_files_only=True)
@@ -199,9 +229,12 @@ def _of_zeros(path: Path, kind: Any, zeros: dict[str, torch.Tensor], attention: 
 
 
 def _places(model: Any, files: Mapping[str, Path]) -> dict[Path, list[_Place]] | None:
-    """Where each saved tensor belongs; None: not all are distinct tensors of the model."""
+    """Where each saved tensor belongs; None: they are not all of the model's tensors, each once."""
     state = model.state_dict(keep_vars=True)
-    if not files.keys() <= state.keys() or len({id(state[name]) for name in files}) < len(files):
+    if not files.keys() <= state.keys():
+        return None
+    saved, own = [id(state[name]) for name in files], {id(tensor) for tensor in state.values()}
+    if len(saved) != len(own) or set(saved) != own:
         return None
     places: dict[Path, list[_Place]] = {}
     for name, file in sorted(files.items()):
