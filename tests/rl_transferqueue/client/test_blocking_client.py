@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import select
+import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -121,6 +126,60 @@ def test_closing_a_portal_does_not_wait_for_a_call_that_ignores_cancellation(mon
     own.close()
     assert asked.is_set()
     assert not any(thread is own._thread for thread in threading.enumerate())
+
+
+def in_a_fork(work: Callable[[], object]) -> str:
+    """Run `work` in a forked process; return its error or result as text."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            said = repr(work())
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(writing, said.encode())
+        os._exit(0)
+    os.close(writing)
+    try:
+        assert select.select([reading], [], [], 60)[0], "the forked process hangs"
+        return os.read(reading, 4096).decode()
+    finally:
+        os.close(reading)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+AFTER_FORK = "PlaneLostError: A client of the data plane does not survive a fork; connect again in this process."
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*")
+def test_a_blocking_client_says_that_it_does_not_survive_a_fork(plane: LocalPlane) -> None:
+    client = connect_blocking(plane.descriptor)
+    client.put("a", ["k"], BatchData({"x": dense([1])}))
+    assert in_a_fork(lambda: client.list_rows("a", timeout_s=3)) == AFTER_FORK
+    assert in_a_fork(client.close) == AFTER_FORK
+    assert in_a_fork(lambda: connect_blocking(plane.descriptor).list_rows("a").keys) == "('k',)"
+    assert client.list_rows("a").keys == ("k",)
+    client.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*")
+def test_an_async_client_says_that_it_does_not_survive_a_fork(plane: LocalPlane) -> None:
+    async def body() -> None:
+        async with await connect(plane.descriptor) as client:
+            meta = await client.put("a", ["k"], BatchData({"x": dense([1])}))
+            held = [await client.get(meta)]
+
+            def call(method: Callable[[], Coroutine[Any, Any, object]]) -> Callable[[], object]:
+                return lambda: method().send(None)  # the loop runs already
+
+            assert in_a_fork(call(lambda: client.list_rows("a", timeout_s=3))) == AFTER_FORK
+            assert in_a_fork(call(lambda: client.get(meta))) == AFTER_FORK
+            assert in_a_fork(call(client.close)) == AFTER_FORK
+            assert in_a_fork(held.clear) == "None"
+            assert (await client.get(meta)).dense("x").values.tolist() == [1]
+
+    asyncio.run(body())
 
 
 EXITING = """

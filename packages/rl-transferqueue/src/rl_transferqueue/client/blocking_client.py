@@ -11,8 +11,10 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, ParamSpec, TypeVar
 
+from rl_protocol.errors import PlaneLostError
 from rl_protocol.ports import DataPlane
 from rl_transferqueue.client.client import connect
+from rl_transferqueue.transport.control_client import FORKED
 from rl_transferqueue.wire.descriptor import PlaneDescriptor
 
 CLOSE_S = 30.0
@@ -21,15 +23,26 @@ T = TypeVar("T")
 
 
 class Portal:
-    """A daemon thread with an event loop that runs coroutines for other threads, until `close`."""
+    """A daemon thread with an event loop that runs coroutines for other threads, until `close`.
+
+    A forked process does not have the thread: there every call raises PlaneLostError.
+    """
 
     def __init__(self) -> None:
+        self._process = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rl-transferqueue-portal", daemon=True)
         self._thread.start()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start a coroutine in the portal's thread; cancelling the future cancels it."""
+        """Start a coroutine in the portal's thread; cancelling the future cancels it.
+
+        Raises:
+            PlaneLostError: this process is not the one that made the portal.
+        """
+        if os.getpid() != self._process:
+            coroutine.close()
+            raise PlaneLostError(FORKED)
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -37,6 +50,7 @@ class Portal:
 
         Raises:
             RuntimeError: called from the portal's own thread, which would deadlock.
+            PlaneLostError: see `submit`.
         """
         if threading.current_thread() is self._thread:
             coroutine.close()
@@ -97,7 +111,8 @@ def portal() -> Portal:
 class BlockingPlane:
     """A DataPlane with blocking methods, for any thread but the portal's.
 
-    Arguments, results and errors are those of the async methods.
+    Arguments, results and errors are those of the async methods. It does not survive a fork:
+    connect again in the new process.
     """
 
     def __init__(self, plane: DataPlane, loop_thread: Portal) -> None:

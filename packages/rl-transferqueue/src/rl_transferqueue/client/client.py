@@ -133,7 +133,8 @@ class Client(DataPlane):
     Lifecycle: connected until `close`, or until the controller or the last storage unit ends. Then
     every call, also those under way, raises PlaneLostError. If one of several units ends, only
     reads of rows in it fail, with DataLostError. Where the controller can have a successor
-    (`start_local_plane(successor_s=)`), calls wait for it instead.
+    (`start_local_plane(successor_s=)`), calls wait for it instead. In a forked process every call
+    raises PlaneLostError: connect again there.
 
     `get` returns views of shared memory if its rows lie side by side in one block. Views never
     change, and they keep their block from being reused: while memory is scarce, hold them briefly,
@@ -364,7 +365,11 @@ class Client(DataPlane):
 
         Args:
             flush_s: seconds that the controller has to acknowledge the end.
+
+        Raises:
+            PlaneLostError: in a forked process; the session is the parent's.
         """
+        self._controller.check_process()
         if self._closed:
             return
         self._closed = True

@@ -37,6 +37,7 @@ _UNANSWERED = 1024
 _TURN_S = 1e-3
 """How long answers that come at once may keep the loop from others."""
 CLOSED = "This client is closed; connect again."
+FORKED = "A client of the data plane does not survive a fork; connect again in this process."
 
 
 class Call(NamedTuple):
@@ -57,7 +58,7 @@ class ControlClient:
     """Requests and answers of one session with one server.
 
     A call that is cancelled or times out sends `Cancel`: the server gives back what the call took.
-    A late answer is dropped.
+    A late answer is dropped. In a forked process all calls fail: the link belongs to the parent.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class ControlClient:
         self._turned = time.monotonic()
         """When a caller last yielded to the loop."""
         self._moved: LinkBytes | None = None
+        self._process = os.getpid()
         self._link = link
         self._fd = link.fileno()
         self._connected = True
@@ -104,7 +106,7 @@ class ControlClient:
 
         Raises:
             BatchError: the message can't be encoded; nothing was sent.
-            PlaneLostError: the plane is gone, or the client is closed.
+            PlaneLostError: the plane is gone, or the client is closed or of another process.
         """
         self.check()
         call = Call(self.tell(body), asyncio.Future(loop=self._loop), body)
@@ -161,6 +163,7 @@ class ControlClient:
         Raises:
             BatchError, PlaneLostError: see `start`.
         """
+        self.check_process()
         if self._lost is not None:
             raise PlaneLostError(self._lost)
         request = next(self._ids)
@@ -183,11 +186,17 @@ class ControlClient:
         self._moved = nbytes if self._moved is None else self._moved + nbytes
 
     def check(self) -> None:
-        """Raise PlaneLostError if the client is closed or the plane is gone."""
+        """Raise PlaneLostError if the client is closed or of another process, or the plane gone."""
+        self.check_process()
         if self._ending:
             raise PlaneLostError(CLOSED)
         if self._lost is not None:
             raise PlaneLostError(self._lost)
+
+    def check_process(self) -> None:
+        """Raise PlaneLostError if this process is not the one that connected."""
+        if os.getpid() != self._process:
+            raise PlaneLostError(FORKED)
 
     def lose(self, message: str) -> None:
         """The server is gone: every call, now and later, raises PlaneLostError."""
