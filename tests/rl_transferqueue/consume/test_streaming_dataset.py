@@ -17,10 +17,18 @@ from polling import until
 from tensordict import TensorDict
 
 import rl_transferqueue.compat as tq
-from rl_protocol import BatchData, ConfigError, ObjectColumn, PlaneLostError, PlaneTimeout, dense, ragged
+from rl_protocol import BatchData, ConfigError, KVBatchMeta, ObjectColumn, PlaneLostError, PlaneTimeout, dense, ragged
 from rl_transferqueue import BlockingPlane, LocalPlane, TransferQueueConfig, connect_blocking, start_local_plane
 from rl_transferqueue.consume.sampled_batches import DrawSettings
-from rl_transferqueue.consume.samplers import RankAware, Sequential
+from rl_transferqueue.consume.samplers import (
+    Groups,
+    LengthBalanced,
+    RankAware,
+    Sampler,
+    Sequential,
+    Shares,
+    WholeGroups,
+)
 from rl_transferqueue.consume.streaming_dataset import StreamingDataLoader, StreamingDataset
 
 RANK = """
@@ -188,6 +196,26 @@ def test_a_lost_plane_ends_the_iteration() -> None:
 def test_numbers_out_of_range_are_refused(plane: LocalPlane, name: str, value: float) -> None:
     with pytest.raises(ConfigError, match=str(value)):
         stream(plane, **{name: value})
+
+
+@pytest.mark.parametrize(
+    "sampler", [Sequential(), WholeGroups(Groups("uid", 2)), RankAware(2), LengthBalanced(2, "len")]
+)
+def test_a_rank_that_the_sampler_does_not_have_is_refused_at_once(plane: LocalPlane, sampler: Sampler) -> None:
+    with pytest.raises(ConfigError, match=rf"got rank 2, and {type(sampler).__name__} makes [12]\."):
+        stream(plane, sampler=sampler, rank=2)
+
+
+def test_a_rank_for_which_the_sampler_makes_no_share_is_named(plane: LocalPlane) -> None:
+    class Pair:
+        def sample(self, ready: KVBatchMeta, count: int) -> Shares:
+            return RankAware(2).sample(ready, count)
+
+    client = connect_blocking(plane.descriptor)
+    put(client, range(2))
+    with pytest.raises(ConfigError, match=r"got rank 2, and Pair makes 2\."):
+        next(iter(stream(plane, sampler=Pair(), rank=2)))
+    client.close()
 
 
 def test_the_compatible_dataset_gives_micro_batches_and_ends_when_all_is_consumed() -> None:

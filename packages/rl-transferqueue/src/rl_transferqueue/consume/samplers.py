@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import ClassVar, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
@@ -25,7 +25,11 @@ Shares: TypeAlias = tuple[tuple[int, ...], ...]
 
 @runtime_checkable
 class Sampler(Protocol):
-    """Chooses rows. Must be a pure function: several processes may ask it about the same rows."""
+    """Chooses rows. Must be a pure function: several processes may ask it about the same rows.
+
+    A sampler with the attribute `ranks`, the number of shares it makes, lets a `StreamingDataset`
+    refuse another rank before it draws.
+    """
 
     def sample(self, ready: KVBatchMeta, count: int) -> Shares:
         """Choose `count` units among `ready`, which has the ready rows with tags, oldest first.
@@ -103,6 +107,8 @@ def _flat(units: Sequence[Unit]) -> tuple[int, ...]:
 class Sequential:
     """Chooses the oldest rows, for one rank; a unit is a row."""
 
+    ranks: ClassVar[int] = 1
+
     def sample(self, ready: KVBatchMeta, count: int) -> Shares:
         return RankAware(1).sample(ready, count)
 
@@ -112,6 +118,7 @@ class WholeGroups:
     """Chooses the oldest complete groups, for one rank; a unit is a group."""
 
     groups: Groups
+    ranks: ClassVar[int] = 1
 
     def sample(self, ready: KVBatchMeta, count: int) -> Shares:
         return RankAware(1, self.groups).sample(ready, count)

@@ -48,7 +48,7 @@ class StreamingDataset(IterableDataset[Batch]):
         ahead: batches to draw ahead, at least 1.
 
     Raises:
-        ConfigError: a number is out of range.
+        ConfigError: a number is out of range, or the sampler has no share for the rank.
     """
 
     def __init__(
@@ -68,6 +68,9 @@ class StreamingDataset(IterableDataset[Batch]):
                 f"count and ahead must be at least 1, and rank, first_turn, turns and timeout_s at least 0; got "
                 f"{draws.count}, {ahead}, {rank}, {first_turn}, {turns}, {draws.timeout_s}."
             )
+        ranks = getattr(sampler, "ranks", None)
+        if isinstance(ranks, int):
+            _check_rank(rank, ranks, sampler)
         self.descriptor = descriptor
         self.sampler = sampler
         self.draws = draws
@@ -82,6 +85,7 @@ class StreamingDataset(IterableDataset[Batch]):
         Raises:
             PlaneTimeout: no batch was ready in time.
             PlaneLostError: the plane has ended.
+            ConfigError: the sampler made no share for the rank.
         """
         loop_thread = portal()
         stream = loop_thread.run(_Stream.open(self, self._turns()))
@@ -113,6 +117,14 @@ class StreamingDataLoader(DataLoader[Batch]):
 
     def __init__(self, dataset: StreamingDataset, num_workers: int = 0, **options: Any) -> None:
         super().__init__(dataset, batch_size=None, collate_fn=_identity, num_workers=num_workers, **options)
+
+
+def _check_rank(rank: int, shares: int, sampler: Sampler) -> None:
+    if rank >= shares:
+        raise ConfigError(
+            f"rank must be below the number of shares that the sampler makes; got rank {rank}, and "
+            f"{type(sampler).__name__} makes {shares}. Set rank, or the sampler's number of ranks."
+        )
 
 
 def _identity(batch: Any) -> Any:
@@ -176,6 +188,7 @@ class _Stream:
                 shares = await draw(self._plane, self._dataset.sampler, self._dataset.draws, turn=str(turn))
             except PlaneTimeout:  # `next` has the deadline for a batch, and closes this stream
                 continue
+            _check_rank(self._dataset.rank, len(shares), self._dataset.sampler)
             share = shares[self._dataset.rank]
             data = await self._plane.get(share)
             return await copying(data.nbytes, partial(to_tensordict, data)), share
