@@ -147,6 +147,15 @@ def test_a_batch_is_waited_for_until_the_deadline_and_no_longer(plane: LocalPlan
     client.close()
 
 
+def test_a_batch_that_does_not_come_says_what_is_missing(plane: LocalPlane) -> None:
+    client = connect_blocking(plane.descriptor)
+    put(client, range(3))
+    lack = r"within 0\.2 s: 2 units with columns \['ghost'\] could not be drawn: 0 rows were ready\. Raise timeout_s"
+    with pytest.raises(PlaneTimeout, match=lack):
+        next(iter(stream(plane, fields=("ghost",), timeout_s=0.2)))
+    client.close()
+
+
 def test_the_deadline_limits_the_wait_for_a_batch_and_not_the_time_between_requests(plane: LocalPlane) -> None:
     """Drawing ahead finds no batch for longer than `timeout_s`, while nobody waits for one."""
     client = connect_blocking(plane.descriptor)

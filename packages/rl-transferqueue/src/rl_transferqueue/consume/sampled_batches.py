@@ -8,7 +8,7 @@ alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rl_protocol.batch.batch_data import BatchData
@@ -49,7 +49,12 @@ class DrawSettings:
 
 
 async def draw(
-    plane: DataPlane, sampler: Sampler, settings: DrawSettings, *, turn: str | None = None
+    plane: DataPlane,
+    sampler: Sampler,
+    settings: DrawSettings,
+    *,
+    turn: str | None = None,
+    on_wait: Callable[[str], None] | None = None,
 ) -> list[KVBatchMeta]:
     """Choose rows for every rank with `sampler`, and mark them consumed by the task.
 
@@ -58,6 +63,7 @@ async def draw(
         sampler: chooses among the ready rows.
         settings: which rows, how many, and for which task.
         turn: names the batch; all callers with the same task and turn get the same rows.
+        on_wait: called with what is missing, each time the draw waits.
 
     Returns:
         The rows of rank 0, 1, ...
@@ -66,7 +72,7 @@ async def draw(
         PlaneTimeout: the sampler found too few rows before the deadline, or another process that
             chooses for this turn did not finish.
     """
-    drawing = _Drawing(plane, sampler, settings)
+    drawing = _Drawing(plane, sampler, settings, on_wait)
     shares = await (drawing.choose() if turn is None else drawing.agree(f"{settings.task}/{turn}"))
     partition, fields = settings.partition, settings.fields
     return [KVBatchMeta(partition=partition, keys=tuple(keys), fields=fields) for keys in shares]
@@ -75,10 +81,13 @@ async def draw(
 class _Drawing:
     """One call of `draw`."""
 
-    def __init__(self, plane: DataPlane, sampler: Sampler, settings: DrawSettings) -> None:
+    def __init__(
+        self, plane: DataPlane, sampler: Sampler, settings: DrawSettings, on_wait: Callable[[str], None] | None
+    ) -> None:
         self._plane = plane
         self._sampler = sampler
         self._settings = settings
+        self._on_wait = on_wait
         self._deadline = deadline_after(settings.timeout_s)
 
     async def choose(self) -> list[list[str]]:
@@ -122,6 +131,8 @@ class _Drawing:
     async def _wait(self, partition: str, version: int, state: str, where: Mapping[str, Scalar] | None = None) -> int:
         """Wait for a change after `version`; return the new version. Version 0 returns at once."""
         left, wanted = seconds_until(self._deadline), self._settings
+        if self._on_wait is not None:
+            self._on_wait(f"{wanted.count} units with columns {list(wanted.fields)} could not be drawn: {state}")
         changes = await self._plane.watch(partition, since=version, where=where, timeout_s=left)
         if changes.version == version and version and not seconds_until(self._deadline):
             raise PlaneTimeout(

@@ -137,6 +137,8 @@ class _Stream:
     def __init__(self, dataset: StreamingDataset, turns: Iterator[int], plane: Client) -> None:
         self._dataset = dataset
         self._plane = plane
+        self._lack = ""
+        """What the draw under way waits for."""
         self._ready: asyncio.Queue[Batch | None] = asyncio.Queue(dataset.ahead)
         # If the task raises, the frames of its exception refer to batches and to this object.
         # `close` breaks the cycle; otherwise their memory waits for the garbage collector.
@@ -161,9 +163,10 @@ class _Stream:
             return self._ready.get_nowait()
         if self._drawing in done:
             self._drawing.result()
+        why = f": {self._lack}. Raise" if self._lack else "; raise"
         raise PlaneTimeout(
             f"Rank {self._dataset.rank} of task {draws.task!r} got no batch of partition {draws.partition!r} within "
-            f"{draws.timeout_s:g} s; raise timeout_s, or check the processes that write the rows."
+            f"{draws.timeout_s:g} s{why} timeout_s, or check the processes that write the rows."
         )
 
     async def close(self) -> None:
@@ -185,10 +188,16 @@ class _Stream:
     async def _batch(self, turn: int) -> Batch:
         while True:
             try:
-                shares = await draw(self._plane, self._dataset.sampler, self._dataset.draws, turn=str(turn))
+                shares = await draw(
+                    self._plane, self._dataset.sampler, self._dataset.draws, turn=str(turn), on_wait=self._waits
+                )
             except PlaneTimeout:  # `next` has the deadline for a batch, and closes this stream
                 continue
+            self._lack = ""
             _check_rank(self._dataset.rank, len(shares), self._dataset.sampler)
             share = shares[self._dataset.rank]
             data = await self._plane.get(share)
             return await copying(data.nbytes, partial(to_tensordict, data)), share
+
+    def _waits(self, lack: str) -> None:
+        self._lack = lack
