@@ -26,8 +26,9 @@ from rl_protocol.wire import plan
 from rl_transferqueue import LocalPlane, PlaneDescriptor, TransferQueueConfig, connect, start_local_plane
 from rl_transferqueue.controller.column_counters import ColumnCounters
 from rl_transferqueue.launch.find_plane import DESCRIPTOR_VARIABLE, find_plane, running_planes
-from rl_transferqueue.observe.cli import main
+from rl_transferqueue.observe.cli import look, main
 from rl_transferqueue.observe.prometheus import metered, serve_metrics
+from rl_transferqueue.observe.status import describe
 from rl_transferqueue.transport.request_counters import RequestCounters
 
 SMALL = TransferQueueConfig(num_storage_units=1, capacity_mb=4, segment_mb=1)
@@ -109,6 +110,32 @@ def test_the_controller_counts_what_its_clients_do(alone: LocalPlane) -> None:
             assert (r.rows_written, r.bytes_written, r.rows_located) == (6, 168, 4)
 
     asyncio.run(body())
+
+
+def test_puts_that_wait_for_memory_are_told_from_requests_that_wait_for_rows(alone: LocalPlane) -> None:
+    async def body(url: str) -> tuple[str, dict[str, float]]:
+        async with await connect(alone.descriptor) as client:
+            full = BatchData({"x": dense(np.ones((1, 3 << 20), np.uint8))})
+            await client.put("full", ["a"], full)
+            waiting = [
+                asyncio.ensure_future(client.put("full", ["b"], full, timeout_s=60)),
+                *(asyncio.ensure_future(client.wait_ready("never", count=1, timeout_s=60)) for _ in range(2)),
+            ]
+
+            async def three_wait() -> bool:
+                return (await client.metrics()).waiting == 3
+
+            await until_async(three_wait, "the put and both others wait")
+            shown = describe(await look(client, alone.descriptor)), await asyncio.to_thread(scrape, url)
+            for call in waiting:
+                call.cancel()
+            return shown
+
+    with serve_metrics(alone.descriptor) as server:
+        text, values = asyncio.run(body(server.url))
+    assert "waiting   2 for rows, 1 for memory (3.0 MiB)" in text
+    names = ("rl_tq_waiting_requests", "rl_tq_waiting_puts", "rl_tq_waiting_bytes")
+    assert [values[name] for name in names] == [2, 1, 3 << 20]
 
 
 # --------------------------------------------------------------------------------

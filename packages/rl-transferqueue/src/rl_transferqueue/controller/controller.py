@@ -255,4 +255,6 @@ class Controller:
             counters.bytes_sent,
             len(self._sessions),
             self._sessions.waiting,
+            self._memory.waiting,
+            self._memory.waiting_bytes,
         )

@@ -72,6 +72,11 @@ class MemoryRequests:
         """Puts that wait."""
         return len(self._queue)
 
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes that these puts wait for."""
+        return self._queue.nbytes
+
     def serve(self) -> None:
         """Give memory to waiting puts; call it whenever memory became free or idle."""
         if self.first is not None:
@@ -182,8 +187,8 @@ class MemoryRequests:
             leased=by_client(
                 {session: sum(it.ref.span.nbytes for it in blocks) for session, blocks in self._leased().items()}, names
             ),
-            waiting=len(self._queue),
-            waiting_bytes=self._queue.nbytes,
+            waiting=self.waiting,
+            waiting_bytes=self.waiting_bytes,
         )
 
     def _full(self, message: Reserve) -> CapacityTimeout:

@@ -54,7 +54,10 @@ def _gauges(stats: PlaneStats, metrics: Metrics) -> Iterator[Metric]:
     yield GaugeMetricFamily("rl_tq_used_bytes", "Bytes held.", value=stats.bytes_used)
     yield GaugeMetricFamily("rl_tq_capacity_bytes", "Bytes that may be held.", value=stats.bytes_capacity)
     yield GaugeMetricFamily("rl_tq_clients", "Clients connected.", value=metrics.sessions)
-    yield GaugeMetricFamily("rl_tq_waiting_requests", "Requests that wait for rows.", value=metrics.waiting)
+    for_rows = metrics.waiting - metrics.waiting_puts
+    yield GaugeMetricFamily("rl_tq_waiting_requests", "Requests that wait for rows.", value=for_rows)
+    yield GaugeMetricFamily("rl_tq_waiting_puts", "Puts that wait for memory.", value=metrics.waiting_puts)
+    yield GaugeMetricFamily("rl_tq_waiting_bytes", "Memory that they wait for.", value=metrics.waiting_bytes)
     longest = {name: count.longest_nanoseconds / 1e9 for name, count in metrics.operations.items()}
     text = "Longest the controller was busy with one request."
     yield _labelled(GaugeMetricFamily, "rl_tq_request_longest_seconds", text, "operation", longest)

@@ -52,7 +52,9 @@ def describe(now: Status, before: Status | None = None, seconds: float = 0.0) ->
     lines = [
         f"plane     controller pid {now.controller_pid}, {now.storage_units} storage units",
         f"memory    {size(stats.bytes_used)} of {size(stats.bytes_capacity)}{share}",
-        f"clients   {metrics.sessions} connected, {metrics.waiting} waiting for rows",
+        f"clients   {metrics.sessions} connected",
+        f"waiting   {metrics.waiting - metrics.waiting_puts} for rows, {metrics.waiting_puts} for memory "
+        f"({size(metrics.waiting_bytes)})",
         f"moved     {', '.join(f'{link} {size(nbytes)}' for link, nbytes in stats.links.items())}",
         f"errors    {', '.join(f'{name} {count}' for name, count in sorted(metrics.errors.items())) or 'none'}",
         "",

@@ -454,6 +454,10 @@ class Metrics(_Message, frozen=True):
     """Clients that are connected."""
     waiting: Count
     """Requests that wait for rows or memory."""
+    waiting_puts: Count
+    """Those of them that wait for memory."""
+    waiting_bytes: Count
+    """The memory that they wait for."""
 
 
 class Measured(_Message, frozen=True):
