@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import os
 import signal
@@ -20,7 +21,8 @@ from polling import until_async
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from rl_protocol import BatchData, ConfigError, MissingDataError, OutputError, PlaneTimeout, dense, ragged
+from rl_protocol import BatchData, ColumnSpec, ConfigError, MissingDataError, OutputError, PlaneTimeout, dense, ragged
+from rl_protocol.ports import DataPlane
 from rl_protocol.testing.memory_data_plane import MemoryDataPlane
 from rl_protocol.wire import plan
 from rl_transferqueue import LocalPlane, PlaneDescriptor, TransferQueueConfig, connect, start_local_plane
@@ -330,3 +332,40 @@ def test_a_process_meters_its_own_calls_on_any_plane() -> None:
     assert value("rl_tq_client_seconds_count", operation="get") == 3
     assert value("rl_tq_client_seconds_count", operation="wait_ready") == 1
     assert value("rl_tq_client_errors_total", operation="get", error="MissingDataError") == 1
+
+
+def test_every_call_of_the_port_is_metered() -> None:
+    async def body() -> None:
+        plane = metered(MemoryDataPlane(), registry)
+        await plane.alloc([ColumnSpec(name="x", kind="dense", dtype="uint8")], 1)
+        await plane.put("p", ["a"], BATCH.select_rows([0]))
+        await plane.claim("p", ["a"], task="t")
+        await plane.watch("p", since=0, timeout_s=1)
+        await plane.consumption_status("p", task="t")
+        await plane.production_status("p", fields=["x"])
+        await plane.row_hosts("p", ["a"])
+        await plane.reset_consumption("p", task="t")
+        await plane.unload("p", ["a"])
+        await plane.get(await plane.wait_ready("p", count=1, timeout_s=1))
+        await plane.list_rows("p")
+        await plane.clear("p")
+        await plane.stats()
+        await plane.close()
+
+    registry = CollectorRegistry()
+    asyncio.run(body())
+    calls = {name for name, method in vars(DataPlane).items() if inspect.iscoroutinefunction(method)}
+    assert len(calls) == 15
+    counts = {name: registry.get_sample_value("rl_tq_client_seconds_count", {"operation": name}) for name in calls}
+    assert counts == dict.fromkeys(calls, 1)
+
+
+def test_two_planes_are_metered_in_one_registry() -> None:
+    async def body() -> None:
+        for _ in range(2):
+            await metered(MemoryDataPlane(), registry).put("p", ["a", "b"], BATCH)
+
+    registry = CollectorRegistry()
+    asyncio.run(body())
+    assert registry.get_sample_value("rl_tq_client_seconds_count", {"operation": "put"}) == 2
+    assert registry.get_sample_value("rl_tq_client_bytes_total", {"operation": "put", "column": "x"}) == 8000

@@ -6,11 +6,14 @@ listens on 127.0.0.1 only.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, cast
+from weakref import WeakKeyDictionary
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -29,6 +32,7 @@ from rl_transferqueue.wire.messages import Metrics
 LOOPBACK = "127.0.0.1"
 _SCRAPE_S = 5.0
 _BUCKETS_S = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1, 3, 10, 60)
+_CALLS = frozenset(name for name, method in vars(DataPlane).items() if inspect.iscoroutinefunction(method))
 
 
 class PlaneCollector(Collector):
@@ -191,6 +195,7 @@ def serve_metrics(
 def metered(plane: DataPlane, registry: CollectorRegistry) -> DataPlane:
     """Wrap a plane to count the seconds of every call and the bytes of every column in `registry`.
 
+    Planes that share a registry are counted together.
     `rl_tq_client_seconds{operation}` is a histogram that includes waiting,
     `rl_tq_client_bytes_total{operation, column}` counts the bytes that this process put and got,
     and `rl_tq_client_errors_total{operation, error}` counts the calls that raised.
@@ -198,19 +203,46 @@ def metered(plane: DataPlane, registry: CollectorRegistry) -> DataPlane:
     return cast(DataPlane, _Metered(plane, registry))
 
 
+class _CallMetrics:
+    """The metrics of the calls in one registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.seconds = Histogram(
+            "rl_tq_client_seconds", "Seconds per call.", ["operation"], buckets=_BUCKETS_S, registry=registry
+        )
+        self.bytes = Counter(
+            "rl_tq_client_bytes", "Payload bytes by column.", ["operation", "column"], registry=registry
+        )
+        self.errors = Counter("rl_tq_client_errors", "Calls that raised.", ["operation", "error"], registry=registry)
+
+
+_of_registry: WeakKeyDictionary[CollectorRegistry, _CallMetrics] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def _call_metrics(registry: CollectorRegistry) -> _CallMetrics:
+    """The metrics that the registry has; the first call adds them."""
+    with _lock:
+        if registry not in _of_registry:
+            _of_registry[registry] = _CallMetrics(registry)
+        return _of_registry[registry]
+
+
 class _Metered:
     def __init__(self, plane: DataPlane, registry: CollectorRegistry) -> None:
         self._plane = plane
-        self._seconds = Histogram(
-            "rl_tq_client_seconds", "Seconds per call.", ["operation"], buckets=_BUCKETS_S, registry=registry
-        )
-        self._bytes = Counter(
-            "rl_tq_client_bytes", "Payload bytes by column.", ["operation", "column"], registry=registry
-        )
-        self._errors = Counter("rl_tq_client_errors", "Calls that raised.", ["operation", "error"], registry=registry)
+        self._metrics = _call_metrics(registry)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._plane, name)
+        found = getattr(self._plane, name)
+        if name not in _CALLS:
+            return found
+
+        @functools.wraps(found)
+        async def timed(*args: Any, **options: Any) -> Any:
+            return await self._timed(name, found(*args, **options))
+
+        return timed
 
     async def put(
         self, partition: str, keys: Sequence[str], data: BatchData | Draft | None = None, **options: Any
@@ -224,24 +256,15 @@ class _Metered:
         self._count("get", data)
         return data
 
-    async def wait_ready(self, partition: str, **options: Any) -> KVBatchMeta:
-        return await self._timed("wait_ready", self._plane.wait_ready(partition, **options))
-
-    async def list_rows(self, partition: str, **options: Any) -> KVBatchMeta:
-        return await self._timed("list_rows", self._plane.list_rows(partition, **options))
-
-    async def clear(self, partition: str, keys: Sequence[str] | None = None, **options: Any) -> int:
-        return await self._timed("clear", self._plane.clear(partition, keys, **options))
-
     async def _timed(self, operation: str, call: Awaitable[Any]) -> Any:
         began = time.perf_counter()
         try:
             return await call
         except RLError as error:
-            self._errors.labels(operation, type(error).__name__).inc()
+            self._metrics.errors.labels(operation, type(error).__name__).inc()
             raise
         finally:
-            self._seconds.labels(operation).observe(time.perf_counter() - began)
+            self._metrics.seconds.labels(operation).observe(time.perf_counter() - began)
 
     def _count(self, operation: str, data: BatchData | Draft | None) -> None:
         if isinstance(data, Draft):
@@ -249,4 +272,4 @@ class _Metered:
         else:
             sizes = {name: column.nbytes for name, column in data.columns.items()} if data is not None else {}
         for name, nbytes in sizes.items():
-            self._bytes.labels(operation, name).inc(nbytes)
+            self._metrics.bytes.labels(operation, name).inc(nbytes)
