@@ -150,6 +150,16 @@ def test_the_one_plane_that_runs_is_found(alone: LocalPlane) -> None:
         alone.descriptor.save(Path("/nowhere/plane.json"))
 
 
+def test_a_descriptor_is_saved_and_loaded_by_a_path_or_its_text(
+    alone: LocalPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    alone.descriptor.save("named.json")
+    assert PlaneDescriptor.load("named.json") == PlaneDescriptor.load(tmp_path / "named.json") == alone.descriptor
+    with pytest.raises(OutputError, match=r"other\.json can't be read"):
+        PlaneDescriptor.load("other.json")
+
+
 def test_a_named_plane_is_found(alone: LocalPlane, tmp_path: Path) -> None:
     alone.descriptor.save(tmp_path / "named.json")
     with start_local_plane(SMALL) as other:

@@ -84,12 +84,13 @@ class PlaneDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The descriptor as one line of JSON."""
         return msgspec.json.encode(self).decode()
 
-    def save(self, path: Path) -> None:
+    def save(self, path: str | Path) -> None:
         """Write it to a file that this user alone may read, whole or not at all.
 
         Raises:
             OutputError: the file can't be written.
         """
+        path = Path(path)
         draft = path.with_name(path.name + ".new")
         try:
             with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
@@ -99,7 +100,7 @@ class PlaneDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise OutputError(f"The plane's descriptor can't be written to {path}: {error.strerror}.") from error
 
     @classmethod
-    def load(cls, path: Path) -> PlaneDescriptor:
+    def load(cls, path: str | Path) -> PlaneDescriptor:
         """The inverse of `save`.
 
         Raises:
@@ -107,7 +108,7 @@ class PlaneDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             WireError: it is not a descriptor.
         """
         try:
-            return cls.from_json(path.read_bytes())
+            return cls.from_json(Path(path).read_bytes())
         except OSError as error:
             raise OutputError(f"The descriptor {path} can't be read: {error.strerror}.") from error
 
