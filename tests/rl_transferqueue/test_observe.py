@@ -242,6 +242,17 @@ def test_status_again_and_again_until_interrupted(alone: LocalPlane) -> None:
     assert (process.returncode, complaints) == (130, "")
 
 
+def test_status_ends_quietly_when_nobody_reads_it(alone: LocalPlane) -> None:
+    command = [sys.executable, "-m", "rl_transferqueue.observe.cli", "status", "--every", "0.05"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline().startswith("plane")
+        process.stdout.close()
+        complaints = process.stderr.read()
+        assert (process.wait(timeout=300), complaints) == (141, "")
+
+
 def test_a_plane_that_cannot_be_found_or_is_gone_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

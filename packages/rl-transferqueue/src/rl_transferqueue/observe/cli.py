@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -28,7 +29,9 @@ _LOOK_S = 5.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns 0, 1 if the plane does not answer, or 2 if there is none."""
+    """Run the command; returns 0, 1 if the plane does not answer, 2 if there is none, or 141 if
+    nobody reads the output any more.
+    """
     options = _parser().parse_args(arguments)
     try:
         descriptor = find_plane(options.descriptor)
@@ -42,6 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RLError as error:
         sys.stderr.write(f"{error}\n")
         return 1
+    except BrokenPipeError:  # the reader of a pipe has ended, such as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at exit
+        return 141
     except KeyboardInterrupt:
         return 130
     return 0
