@@ -35,7 +35,8 @@ class StreamingDataset(IterableDataset[Batch]):
 
     Lifecycle: each iterator opens a client and closes it at its end. Up to `ahead` batches are
     drawn ahead; drawn rows count as consumed. Worker w of a DataLoader with W workers takes the
-    turns first_turn + w, first_turn + w + W, ..., which keeps the order.
+    turns first_turn + w, first_turn + w + W, ..., so turns come in order. Which rows a turn has
+    depends on which worker draws first: a later turn may have older rows.
 
     Args:
         descriptor: the plane.
