@@ -45,6 +45,21 @@ def tags(system: str, machine: str, python: tuple[int, int]) -> Iterator[Tag]:
     yield from compatible_tags(python, f"cp{python[0]}{python[1]}", platforms)
 
 
+def test_every_extra_with_a_package_that_needs_torch_bounds_the_version_of_torch():
+    packages = tomllib.loads((ROOT / "uv.lock").read_text())["package"]
+    need = {it["name"] for it in packages if any(other["name"] == "torch" for other in it.get("dependencies", ()))}
+    extras = {
+        f"{it['name']}[{extra}]": {(other["name"], *other.get("extra", ())) for other in others}
+        for it in packages
+        if "editable" in it["source"]
+        for extra, others in it.get("optional-dependencies", {}).items()
+    }
+    found = {extra: others for extra, others in extras.items() if need & {name for name, *_ in others}}
+    assert "rl-ckpt-engine[nixl]" in found
+    bounds = {("rl-protocol", "torch"), ("torch",)}
+    assert [extra for extra, others in found.items() if not bounds & others] == []
+
+
 @pytest.mark.parametrize("python", [(3, 11), (3, 12)], ids=lambda python: f"{python[0]}.{python[1]}")
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_every_package_of_the_everyday_tests_has_a_wheel(platform: str, python: tuple[int, int]):
