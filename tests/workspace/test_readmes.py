@@ -194,6 +194,15 @@ def test_the_readme_of_a_member_is_short():
     assert {path.relative_to(ROOT).as_posix(): count for path, count in lines.items() if count > 120} == {}
 
 
+@pytest.mark.parametrize("readme", sorted(ROOT.glob("packages/*/README.md")), ids=lambda path: path.parts[-2])
+def test_a_readme_of_a_member_installs_what_its_programs_import(readme: Path):
+    text = readme.read_text(encoding="utf-8")
+    project = tomllib.loads((readme.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    named = re.findall(r"pip install '?([\w-]+)", text) + [re.split(r"[^\w-]", it)[0] for it in project["dependencies"]]
+    imported = re.findall(r"^(?:from|import) (rl_\w+)", text, flags=re.MULTILINE)
+    assert {name.replace("_", "-") for name in imported} <= {project["name"], *named}
+
+
 def test_keys_in_the_prose_are_options():
     """A key that is renamed is renamed in the documents, too."""
     options = set(re.findall(r"^\| `([\w.]+)` \|", (ROOT / "apps/ppo/OPTIONS.md").read_text(), flags=re.MULTILINE))
