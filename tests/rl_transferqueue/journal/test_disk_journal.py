@@ -254,17 +254,12 @@ with open_journal(Path(sys.argv[1]), 1 << 16) as journal:
 def test_acknowledged_rows_survive_kill_9(tmp_path: Path) -> None:
     last = -1
     for life in range(3):
-        writer = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(tmp_path), str(last + 1)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ,
-        )
-        assert writer.stdout is not None
-        acknowledged = [writer.stdout.readline() for _ in range(20 + 7 * life)]
-        writer.kill()
-        rest, _ = writer.communicate(timeout=30)
-        acknowledged += rest.splitlines()
+        command = [sys.executable, "-c", WRITER, str(tmp_path), str(last + 1)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as writer:
+            assert writer.stdout is not None
+            acknowledged = [writer.stdout.readline() for _ in range(20 + 7 * life)]
+            writer.kill()
+            acknowledged += writer.stdout.readlines()  # communicate would miss what readline has buffered
         last = max(last, *map(int, acknowledged), 0)
         with open_journal(tmp_path, 1 << 16) as journal:
             found = recovered(journal)
