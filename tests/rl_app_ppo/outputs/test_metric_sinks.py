@@ -134,6 +134,8 @@ def test_names_lists_and_installed_ones(install_plugins, monkeypatch, tmp_path):
     assert made.records == [(3, {"a": 2.0})]
     with pytest.raises(ConfigError, match=r"trainer\.logger must be one of .*; got 'wandbb'\. Did you mean 'wandb'\?"):
         logger_names(["console", "wandbb"])
+    with pytest.raises(ConfigError, match=r"must be one of console, .*; got 'consol'\. Did you mean 'console'\?"):
+        logger_names(["consol"])
     with pytest.raises(ConfigError, match=r"trainer\.logger='other': .* is installed but not allowed"):
         logger_names(["console", "other"])
     assert logger_names([]) == ()

@@ -13,6 +13,7 @@ from rl_app_ppo.outputs.sample_tables import SampleSink, SampleTables
 from rl_app_ppo.outputs.trackers import MlflowSink, RunFacts, TensorBoardSink, TrackioSink, WandbSink
 from rl_protocol import ConfigError
 from rl_protocol.ports import MetricSink
+from rl_protocol.support.options import nearest
 from rl_trainer.config.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,10 @@ def logger_names(given: Iterable[str]) -> tuple[str, ...]:
         ConfigError: an unknown name.
     """
     names = tuple(dict.fromkeys(given))
+    known = (CONSOLE, *SINKS.names())
     for name in names:
+        if name not in known and ".py" not in name:  # the registry refuses files by itself
+            raise ConfigError(f"trainer.logger must be one of {', '.join(known)}; got {name!r}.{nearest(name, known)}")
         if name != CONSOLE:
             SINKS.get(name)
     return names
