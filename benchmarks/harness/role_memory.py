@@ -104,6 +104,7 @@ def bare_loop(path: Path, config: ActorConfig, ids: torch.Tensor) -> Callable[[]
     """
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()  # transformers recomputes nothing in evaluation mode
     adam = torch.optim.AdamW(model.parameters(), lr=config.optim.lr, fused=True)
     old, advantage, half = 1.0, 1.0, ids.shape[1] // 2
 
