@@ -98,21 +98,26 @@ def test_the_estimate_of_7b_is_within_10_percent_of_the_bytes_of_a_step(folder, 
     assert passing == pytest.approx(estimate["activations"] - later, abs=0.1 * estimate["activations"])
 
 
-@pytest.mark.parametrize(("tokens", "logits"), [(16, 4 * 4 * 16 * 100_000), (1000, 3 * (64 << 20))])
-def test_a_reference_on_the_cpu_holds_what_each_block_was_gathered_in(tokens, logits):
-    """10 million weights, of which 4 are outside of 3 blocks of 2 million each."""
-    size = ModelSize(
+def size_of(*, trained, outside, vocabulary):
+    """10 million weights in 3 layers."""
+    return ModelSize(
         weights=10_000_000,
-        trained=10_000_000,
+        trained=trained,
         kv_token=1,
         layers=3,
-        outside=4_000_000,
+        outside=outside,
         head=0,
         hidden=1,
-        vocabulary=100_000,
+        vocabulary=vocabulary,
         chunked=True,
         activations=lambda tokens, element: 600 * tokens * element,
     )
+
+
+@pytest.mark.parametrize(("tokens", "logits"), [(16, 4 * 4 * 16 * 100_000), (1000, 3 * (64 << 20))])
+def test_a_reference_on_the_cpu_holds_what_each_block_was_gathered_in(tokens, logits):
+    """10 million weights, of which 4 are outside of 3 blocks of 2 million each."""
+    size = size_of(trained=10_000_000, outside=4_000_000, vocabulary=100_000)
     engine = ["model_engine=fsdp", "fsdp.device=cpu", "fsdp.param_dtype=bfloat16"]
     config = load_config([*engine, f"actor.ppo_max_token_len={tokens}", "actor.use_kl_loss=true"])
     assert dict(role_bytes("ref", config, size)) == {
@@ -134,18 +139,7 @@ def test_what_the_allocator_of_the_cpu_keeps_between_updates(settings, gradients
     """Freed gradients, and with bfloat16 copies those of two embeddings of a million weights; those
     of the activations of one of 3 layers; and 80 MiB of kernels."""
     trained = 50_000 if "lora.rank=1" in settings else 10_000_000
-    size = ModelSize(
-        weights=10_000_000,
-        trained=trained,
-        kv_token=1,
-        layers=3,
-        outside=1_000_000,
-        head=0,
-        hidden=1,
-        vocabulary=8,
-        chunked=True,
-        activations=lambda tokens, element: 600 * tokens * element,
-    )
+    size = size_of(trained=trained, outside=1_000_000, vocabulary=8)
     config = load_config(["model_engine=torch", "actor.ppo_max_token_len=16", *settings])
     layer = 600 * 16 * (2 if "torch.param_dtype=bfloat16" in settings else 4) // 3
     assert role_bytes("actor", config, size)["allocator"] == gradients + layer + (80 << 20)
