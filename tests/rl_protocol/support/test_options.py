@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import pickle
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rl_protocol import ConfigError
@@ -30,6 +32,33 @@ class Optim(Options):
 @dataclass(frozen=True, kw_only=True)
 class Model(Options):
     optim: Optim = group(Optim, "optimizer")
+    frozen: bool = option(False, "frozen")
+    layers: tuple[int, ...] = option((), "layers")
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "message"),
+    [
+        (Optim, {"steps": "64"}, "steps must be an integer; got '64'."),
+        (Optim, {"steps": 1.5}, "steps must be an integer; got 1.5."),
+        (Optim, {"steps": True}, "steps must be an integer; got True."),
+        (Optim, {"lr": "1e-3"}, "lr must be a number; got '1e-3'."),
+        (Optim, {"lr": None}, "lr must be a number; got None."),
+        (Optim, {"lr": True}, "lr must be a number; got True."),
+        (Optim, {"kind": Path("linear")}, f"kind must be text; got {Path('linear')!r}."),
+        (Model, {"frozen": "false"}, "frozen must be true or false; got 'false'."),
+        (Model, {"frozen": 1}, "frozen must be true or false; got 1."),
+        (Model, {"layers": [1]}, "layers must be a tuple; got [1]."),
+    ],
+)
+def test_a_value_of_another_type_is_refused(kind, values, message):
+    with pytest.raises(ConfigError) as caught:
+        kind(**values)
+    assert str(caught.value) == message
+
+
+def test_numbers_of_numpy_and_integers_for_numbers_are_accepted():
+    assert Optim(lr=1, decay=np.float32(0.5), steps=np.int64(2)).lr == 1
 
 
 @pytest.mark.parametrize(

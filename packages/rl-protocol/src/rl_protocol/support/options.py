@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import numbers
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
@@ -200,8 +201,7 @@ class Options:
         path = _PATH.get()
         for field in dataclasses.fields(cast(Any, self)):
             value = getattr(self, field.name)
-            if isinstance(field.default, tuple):
-                require(isinstance(value, tuple), path + field.name, "a tuple", value)
+            _check_type(path + field.name, field.default, value)
             spec_of(field).check(path + field.name, value)
         self.check(path)
 
@@ -214,6 +214,27 @@ class Options:
         Raises:
             ConfigError: they do not fit; names the key to set.
         """
+
+
+_TYPES: Mapping[type, tuple[type, str]] = {
+    bool: (bool, "true or false"),
+    int: (numbers.Integral, "an integer"),
+    float: (numbers.Real, "a number"),
+    str: (str, "text"),
+    tuple: (tuple, "a tuple"),
+}
+"""Type of an option's default -> the type of its values, in words too."""
+
+
+def _check_type(key: str, default: object, value: object) -> None:
+    """Check that a value has the type of the option's default; groups and required options have
+    none.
+    """
+    if type(default) not in _TYPES:
+        return
+    kind, words = _TYPES[type(default)]
+    fits = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+    require(fits, key, words, value)
 
 
 def build(kind: type[T], values: Mapping[str, Any], path: str = "") -> T:
