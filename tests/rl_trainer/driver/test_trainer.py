@@ -20,6 +20,7 @@ from rl_protocol import (
     DataLostError,
     KVBatchMeta,
     RewardError,
+    RowKey,
     SchemaError,
     WorkerError,
     ragged,
@@ -77,6 +78,7 @@ from rl_trainer.rewards import Failure, InlineScorer, Scored
 from rl_trainer.rollout.agents import Call, Limits, ToolAgent, ToolKind
 from rl_trainer.rollout.hf_engine import HFRolloutEngine
 from rl_trainer.rollout.session_turns import SINGLE_TURN
+from rl_trainer.workers.columns import BASELINE_PARTITION
 from rl_trainer.workers.messages import FilterResult, RolloutCall, RolloutResult, StageCall, StageResult
 
 
@@ -184,6 +186,7 @@ class Setup:
         replay=None,
         async_rl=None,
         sleeps=False,
+        sessions=None,
     ):
         algorithm = AlgorithmConfig(adv_estimator=estimator, **(algorithm or {}))
         defaults = {"optim": OptimConfig(lr=3e-3), "ppo_mini_batch_size": 4, "use_kl_loss": True}
@@ -256,6 +259,7 @@ class Setup:
                 on_step=lambda step, metrics: self.steps.append((step, dict(metrics))),
                 hooks=hooks or {},
                 async_rl=async_rl or AsyncConfig(),
+                sessions=sessions,
             )
         )
 
@@ -457,6 +461,19 @@ def test_the_baseline_of_remax_is_the_score_of_the_greedy_answer(model_path):
     metrics = setup.steps[-1][1]
     assert metrics["critic/baseline/mean"] == metrics["critic/score/mean"]
     assert metrics["critic/advantages/max"] == metrics["critic/advantages/min"] == 0.0
+
+
+def test_remax_generates_one_greedy_answer_where_prompts_have_their_own_number_of_responses(model_path):
+    setup, greedy = Setup(model_path, estimator="remax", steps=1, sessions=lambda row: 2 + row % 2), []
+    baseline = setup.workers.reward.worker.baseline
+
+    async def watch(rows, call):
+        greedy.extend((await setup.plane.list_rows(BASELINE_PARTITION)).keys)
+        return await baseline(rows, call)
+
+    setup.workers.reward.worker.baseline = watch
+    setup.fit()
+    assert len({RowKey.parse(key).uid for key in greedy}) == len(greedy) == 8
 
 
 @pytest.mark.parametrize(

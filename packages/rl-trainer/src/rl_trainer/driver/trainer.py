@@ -578,7 +578,8 @@ class PPOTrainer:
         partition = Partition(name=BASELINE_PARTITION, split="train", step=step, n=1, sampling=greedy)
         uids = {RowKey.parse(key).uid for key in batch.keys}
         async with self._rollouts.committed_after(BASELINE_PARTITION, step):
-            rows = (await self._sampler.roll_out(partition, [ref for ref in prompts if ref.uid in uids])).rows
+            once = [PromptRef(ref.uid, ref.row) for ref in prompts if ref.uid in uids]
+            rows = (await self._sampler.roll_out(partition, once)).rows
             await self._sampler.score("reward", RewardResult, step, rows.without_tags())
             return await self._reward_stage("baseline", step, batch)
 
