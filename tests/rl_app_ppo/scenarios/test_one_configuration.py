@@ -324,6 +324,23 @@ def test_an_override_of_another_engine_is_refused_and_not_lost(key):
         (["model.lora_alpha=16"], r"lora\.alpha=16\.0 has no effect"),
         (["critic.optim.lr=1"], r"critic\.optim\.lr=1\.0 has no effect: .* algorithm\.adv_estimator=gae"),
         (["algorithm.lam=0.5"], r"algorithm\.lam=0\.5 has no effect"),
+        (["algorithm.gamma=0.9"], r"gamma=0\.9 has no effect: .* algorithm\.adv_estimator=gae, reinforce_plus_plus or"),
+        (
+            ["algorithm.adv_estimator=rloo", "algorithm.norm_adv_by_std_in_grpo=false"],
+            r"norm_adv_by_std_in_grpo=False has",
+        ),
+        (
+            ["actor.policy_loss.loss_mode=sapo", "actor.clip_ratio_low=0.1"],
+            r"clip_ratio_low=0\.1 .*loss_mode=vanilla or",
+        ),
+        (["algorithm=sft", "actor.clip_ratio_low=0.1"], r"clip_ratio_low=0\.1 .* algorithm\.rl_coef greater than 0"),
+        (
+            ["algorithm=sft", "actor.policy_loss.loss_mode=gspo"],
+            r"loss_mode=gspo has .* algorithm\.rl_coef greater than 0",
+        ),
+        (["algorithm=sft", "algorithm.adv_estimator=rloo"], r"adv_estimator=rloo .* algorithm\.rl_coef greater than 0"),
+        (["algorithm=sft", "algorithm.gamma=0.9"], r"gamma=0\.9 has no effect"),
+        (["algorithm=opd", "reference.path=x", "actor.kl_loss_type=k1"], r"kl_loss_type=k1 .* actor\.kl_loss_topk=0"),
         (["actor.use_kl_loss=false", "actor.kl_loss_coef=0.5"], r"actor\.kl_loss_coef=0\.5 has no effect"),
         (["algorithm.kl_ctrl.kl_coef=0.5"], r"algorithm\.use_kl_in_reward=true"),
         (["actor.tau_pos=2"], r"loss_mode=sapo"),

@@ -22,6 +22,7 @@ from rl_app_ppo.demo.demos import DEMOS
 from rl_ckpt_engine import CheckpointEngineConfig
 from rl_protocol.support.options import Options, condition, group, option, require
 from rl_trainer import needs_critic, needs_reference
+from rl_trainer.algorithms.advantages import estimators_use
 from rl_trainer.config import (
     ActorConfig,
     AlgorithmConfig,
@@ -411,6 +412,16 @@ class AppConfig(Options):
     def reads_reference(self) -> bool:
         """Whether the divergence from the reference policy is computed."""
         return needs_reference(self.algorithm, self.actor)
+
+    @condition("algorithm.adv_estimator=gae, reinforce_plus_plus or gigpo, or another one that discounts")
+    def discounts(self) -> bool:
+        """Whether an estimator of advantages discounts rewards."""
+        return estimators_use(self.algorithm, "gamma")
+
+    @condition("algorithm.adv_estimator=grpo, grpo_passk, gdpo or gigpo, or another one that divides by it")
+    def divides_by_std(self) -> bool:
+        """Whether an estimator of advantages divides by the standard deviation of a group."""
+        return estimators_use(self.algorithm, "norm_adv_by_std_in_grpo")
 
     @property
     def loads_reference(self) -> bool:

@@ -9,6 +9,11 @@ from rl_trainer.config.kl import KL_LOSSES, KL_PENALTIES, kl_name
 from rl_trainer.config.optim import UpdateConfig
 
 LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
+_CLIPS = (
+    "algorithm.trains_policy",
+    "policy_loss.loss_mode=vanilla|gspo|geo_mean|cispo|clip_cov|dppo_tv|dppo_kl|luspo",
+)
+"""What reads the clip range."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,18 +76,22 @@ class PolicyLossConfig(Options):
 class ActorConfig(UpdateConfig):
     """The policy under training and its loss."""
 
-    policy_loss: PolicyLossConfig = group(PolicyLossConfig, "loss of the policy", verl=".")
+    policy_loss: PolicyLossConfig = group(
+        PolicyLossConfig, "loss of the policy", needs="algorithm.trains_policy", verl="."
+    )
     clip_ratio_low: float = option(
         0.2,
         "lower clip of the probability ratio: 1 - this (geo_mean: of its logarithm; dppo_*: of the divergence)",
         gt=0,
         lt=1,
+        needs=_CLIPS,
         verl=".",
     )
     clip_ratio_high: float = option(
         0.2,
         "upper clip of the probability ratio: 1 + this (geo_mean: of its logarithm; dppo_*: of the divergence)",
         gt=0,
+        needs=_CLIPS,
         verl=".",
     )
     clip_ratio_c: float = option(
@@ -115,7 +124,7 @@ class ActorConfig(UpdateConfig):
     kl_loss_type: str = option(
         "k3",
         f"its estimator: {', '.join(KL_PENALTIES)}; with + behind it: its value, the gradient of k2",
-        needs="use_kl_loss",
+        needs=("use_kl_loss", "kl_loss_topk=0"),
     )
     kl_loss_topk: int = option(
         0,

@@ -115,6 +115,7 @@ class AlgorithmConfig(Options):
         "grpo",
         "advantage estimator",
         plugins="rl_trainer.advantage_estimators",
+        needs="trains_policy",
     )
     rl_coef: float = option(1.0, "weight of the policy loss; 0: none is computed, and no advantages", ge=0)
     sft_coef: float = option(
@@ -153,10 +154,13 @@ class AlgorithmConfig(Options):
         lt=1,
         needs="teacher_is_policy",
     )
-    gamma: float = option(1.0, "discount per token; gigpo: per turn", ge=0, le=1, verl=".")
+    gamma: float = option(1.0, "discount per token; gigpo: per turn", ge=0, le=1, needs="discounts", verl=".")
     lam: float = option(1.0, "lambda of GAE", ge=0, le=1, needs="trains_critic", verl=".")
     norm_adv_by_std_in_grpo: bool = option(
-        True, "grpo, grpo_passk, gdpo, gigpo: divide by the standard deviation of the group", verl="."
+        True,
+        "grpo, grpo_passk, gdpo, gigpo: divide by the standard deviation of the group",
+        needs="divides_by_std",
+        verl=".",
     )
     gdpo_reward_keys: tuple[str, ...] = option(
         (), "gdpo: names of what the reward function returns, such as score,acc", verl="."
@@ -183,6 +187,7 @@ class AlgorithmConfig(Options):
         "rollout correction moves into the loss), interpolate (decoupled PPO without that pass: between those of the rollout engine and of "
         "the policy being trained, by the age of the token's weights), or auto (the engine's in each step in which they agree with the actor's)",
         choices=OLD_LOG_PROBS,
+        needs="trains_policy",
     )
     old_log_prob_tolerance: float = option(
         1e-3,
@@ -310,7 +315,7 @@ class AlgorithmConfig(Options):
         """
         return (self._unnamed, *self._settings.values())
 
-    @property
+    @condition("AlgorithmConfig.rl_coef greater than 0")
     def trains_policy(self) -> bool:
         """Whether any rows have a policy loss."""
         return any(one.rl_coef > 0 for one in self.variants)

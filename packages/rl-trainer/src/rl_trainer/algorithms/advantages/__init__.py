@@ -72,6 +72,17 @@ def estimators_read(algorithm: AlgorithmConfig) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for names in reads for name in names))
 
 
+def estimators_use(algorithm: AlgorithmConfig, setting: str) -> bool:
+    """Whether an estimator of a run uses one of the settings that `Estimator.settings` names.
+
+    Raises:
+        ConfigError: an estimator is unknown.
+    """
+    return any(
+        setting in ADVANTAGE_ESTIMATORS.get(one.adv_estimator).settings for one in algorithm.variants if one.rl_coef
+    )
+
+
 __all__ = [
     "ADVANTAGE_ESTIMATORS",
     "AdvantageInputs",
@@ -79,6 +90,7 @@ __all__ = [
     "Estimator",
     "dr_grpo",
     "estimators_read",
+    "estimators_use",
     "gae",
     "gdpo",
     "gigpo",
