@@ -230,7 +230,8 @@ def make_vision_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
     from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    def make(family: str = "qwen2_vl") -> Path:
+    def make(family: str = "qwen2_vl", hidden: int = 32, heads: int = 4) -> Path:
+        half = hidden // heads // 2
         path = tmp_path_factory.mktemp(family)
         words = {word: i for i, word in enumerate([*SIGHTED, *"abcdefghijklmnopqrstuvwxyz"])}
         core = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
@@ -243,22 +244,26 @@ def make_vision_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
         tokenizer.save_pretrained(path)
         sight = {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
         if family == "qwen2_vl":
-            sight |= {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}
+            sight |= {"embed_dim": 16, "hidden_size": hidden, "mlp_ratio": 2}
         else:
-            sight |= {"hidden_size": 16, "intermediate_size": 32, "out_hidden_size": 32, "window_size": 16}
+            sight |= {"hidden_size": 16, "intermediate_size": 32, "out_hidden_size": hidden, "window_size": 16}
             sight |= {"fullatt_block_indexes": [1]}
         config = AutoConfig.for_model(
             family,
             text_config={
                 "vocab_size": len(words),
-                "hidden_size": 32,
+                "hidden_size": hidden,
                 "intermediate_size": 64,
                 "num_hidden_layers": 2,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
+                "num_attention_heads": heads,
+                "num_key_value_heads": heads // 2,
                 "max_position_embeddings": 128,
                 "initializer_range": 0.1,
-                "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 10000.0,
+                    "mrope_section": [half // 2, half // 4, half // 4],
+                },
                 "pad_token_id": 0,
                 "eos_token_id": 1,
                 "bos_token_id": None,

@@ -65,10 +65,12 @@ class FakeClient:
         self.lie = 0
         self.keeps = False  # whether it keeps the tensors of the last bucket
         self.seen: list[tuple[str, dict, object]] = []
+        self.shown: list[tuple] = []
         self.sleep_levels = (1, 2)
 
-    async def generate(self, request_id, prompt_ids, arguments, adapter, *, stream):
+    async def generate(self, request_id, prompt_ids, arguments, adapter, images, *, stream):
         self.seen.append((request_id, arguments, adapter))
+        self.shown.append(images)
         if adapter is not None and adapter.number not in self.adapters:
             self.dead = True  # as vLLM does for an adapter that the worker does not hold
         rng = np.random.default_rng(arguments["seed"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from rl_protocol import ConfigError
 from rl_rollout_vllm.availability import VLLMCapabilities
 from rl_rollout_vllm.config import CPU_KV_CACHE, VLLMConfig, environment
 from rl_rollout_vllm.engine.launch import engine_arguments
-from rl_rollout_vllm.weights.checkpoint import Checkpoint
+from rl_rollout_vllm.weights.checkpoint import Checkpoint, Vision
 
 RSS_AFTER = """
 import numpy, psutil
@@ -51,18 +52,8 @@ def test_the_environment_is_said_and_not_set():
 MODEL = Checkpoint(path=Path("m"), context=64, vocabulary=9, eos_ids=(1,), head_size=8, tied=False, shapes={})
 
 
-@pytest.mark.parametrize(
-    ("device", "settings", "memory"),
-    [
-        ("cpu", {}, {"kv_cache_memory_bytes": CPU_KV_CACHE}),
-        ("cpu", {"kv_cache_bytes": 9}, {"kv_cache_memory_bytes": 9}),
-        ("cuda", {}, {"gpu_memory_utilization": 0.9}),
-        ("cuda", {"gpu_memory_utilization": 0.4}, {"gpu_memory_utilization": 0.4}),
-        ("cuda", {"gpu_memory_utilization": 0.4, "kv_cache_bytes": 9}, {"kv_cache_memory_bytes": 9}),
-    ],
-)
-def test_the_memory_of_keys_and_values_is_a_part_of_the_gpu_unless_it_is_given(device, settings, memory):
-    capabilities = VLLMCapabilities(
+def capabilities(device):
+    return VLLMCapabilities(
         distribution="vllm",
         version="0",
         device=device,
@@ -74,9 +65,31 @@ def test_the_memory_of_keys_and_values_is_a_part_of_the_gpu_unless_it_is_given(d
         reload_drops_adapters=False,
         chunked_prefill_with_seeds=True,
     )
-    found = engine_arguments(VLLMConfig(model_path="m", **settings), MODEL, capabilities)
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "memory"),
+    [
+        ("cpu", {}, {"kv_cache_memory_bytes": CPU_KV_CACHE}),
+        ("cpu", {"kv_cache_bytes": 9}, {"kv_cache_memory_bytes": 9}),
+        ("cuda", {}, {"gpu_memory_utilization": 0.9}),
+        ("cuda", {"gpu_memory_utilization": 0.4}, {"gpu_memory_utilization": 0.4}),
+        ("cuda", {"gpu_memory_utilization": 0.4, "kv_cache_bytes": 9}, {"kv_cache_memory_bytes": 9}),
+    ],
+)
+def test_the_memory_of_keys_and_values_is_a_part_of_the_gpu_unless_it_is_given(device, settings, memory):
+    found = engine_arguments(VLLMConfig(model_path="m", **settings), MODEL, capabilities(device))
     keys = ("kv_cache_memory_bytes", "gpu_memory_utilization")
     assert {key: found[key] for key in keys if key in found} == memory
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_vllm_takes_the_trainers_patches_as_they_are(device):
+    sighted = replace(MODEL, vision=Vision(token=3, patches=4, never_generated=(3, 8)))
+    found = engine_arguments(VLLMConfig(model_path="m"), sighted, capabilities(device))
+    assert (found["mm_device_do_normalize"], found["skip_tokenizer_init"]) == (False, False)
+    assert found["skip_mm_profiling"] == (device == "cpu")  # on a GPU it finds the memory that is left
+    assert "mm_device_do_normalize" not in engine_arguments(VLLMConfig(model_path="m"), MODEL, capabilities(device))
 
 
 @pytest.mark.parametrize("part", [0.0, 1.5])

@@ -30,7 +30,13 @@ def test_the_whole_translation():
         "stop_token_ids": [],
         "logprobs": 0,
         "detokenize": False,
+        "logit_bias": None,
     }
+
+
+def test_tokens_that_are_never_generated_get_the_least_bias():
+    got = sampling_arguments(REQUEST, SamplingParams(max_new_tokens=1), (), (3, 8))
+    assert got["logit_bias"] == {3: -100.0, 8: -100.0}
 
 
 def test_defaults_mean_the_same_on_both_sides():

@@ -129,6 +129,36 @@ def test_it_is_saved_and_gone_on_with(runs, sighted):
     assert weights[0] != (sighted / "model.safetensors").read_bytes()
 
 
+MENTIONS = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(solution_str.count(ground_truth))
+"""
+
+
+@pytest.mark.vllm
+def test_vllm_shows_the_images_to_the_policy(tmp_path, mark, make_vision_model, squares):
+    """Its log-probs are the trainer's after each adapter it gets, so both see the same patches."""
+    (tmp_path / "mentions.py").write_text(MENTIONS)
+    done = train(
+        tmp_path,
+        mark,
+        "run",
+        *settings(make_vision_model("qwen2_vl", hidden=64, heads=2), squares),
+        "rollout.name=vllm",
+        "rollout.kv_cache_mb=64",
+        "rollout.response_length=2",
+        *("--trust", "mentions.py", "reward.function=mentions.py:compute_score"),
+        "ray.start_timeout_s=400",
+        "trainer.total_training_steps=3",
+        "lora.rank=8",
+    )
+    assert done.returncode == 0, done.stderr
+    trained = [line for line in metrics_of(tmp_path / "run") if line["step"]]
+    assert [line["weight_sync/version"] for line in trained] == [1, 2, 3]
+    assert max(line["training/rollout_log_probs_diff_max"] for line in trained) < 1e-3
+    assert all(line["actor/grad_norm"] > 0 for line in trained)
+
+
 SHARDED = ("model_engine=fsdp", "fsdp.world_size=2", "fsdp.device=cpu", "lora.rank=4", "critic.use_lora=true")
 
 

@@ -58,7 +58,6 @@ def test_only_the_models_of_a_step_read_pixels(overrides):
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("rollout.name=vllm", "rollout.name must be hf; got vllm"),
         ("model_engine=megatron", "model_engine must be torch or fsdp; got megatron"),
         ("actor.use_remove_padding=true", "actor.use_remove_padding must be False; got True"),
     ],

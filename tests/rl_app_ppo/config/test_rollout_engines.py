@@ -162,7 +162,7 @@ def test_names_that_can_not_be_used_are_refused_with_exit_code_2(install_plugins
 def test_the_engines_of_this_repository_say_what_they_can_do():
     hf, vllm = ROLLOUT_ENGINES.get("hf"), ROLLOUT_ENGINES.get("vllm")
     assert (hf.shares_process, hf.shares_base, hf.images, hf.adapters) == (True, True, True, True)
-    assert (vllm.shares_process, vllm.shares_base, vllm.images, vllm.adapters) == (False, False, False, True)
+    assert (vllm.shares_process, vllm.shares_base, vllm.images, vllm.adapters) == (False, False, True, True)
 
 
 VLLM = "rollout.name=vllm"

@@ -32,6 +32,10 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 """vLLM raises smaller positive temperatures to the first, and refuses those above the second."""
 
 
+_NEVER = -100.0
+"""The least bias of a logit that vLLM takes; 3.7e-44 of the probability remains."""
+
+
 class SamplingArguments(TypedDict):
     """Keyword arguments of `vllm.SamplingParams`."""
 
@@ -46,10 +50,14 @@ class SamplingArguments(TypedDict):
     stop_token_ids: list[int]
     logprobs: int
     detokenize: bool
+    logit_bias: dict[int, float] | None
 
 
 def sampling_arguments(
-    request: GenerationRequest, params: SamplingParams, eos_ids: Sequence[int] = ()
+    request: GenerationRequest,
+    params: SamplingParams,
+    eos_ids: Sequence[int] = (),
+    never_generated: Sequence[int] = (),
 ) -> SamplingArguments:
     """Return the keyword arguments for one request.
 
@@ -57,6 +65,7 @@ def sampling_arguments(
         request: the request.
         params: sampling parameters.
         eos_ids: the model's end-of-sequence tokens.
+        never_generated: tokens that no response has.
 
     Raises:
         ConfigError: a parameter is out of range; names it.
@@ -77,6 +86,7 @@ def sampling_arguments(
         stop_token_ids=[*(() if params.ignore_eos else eos_ids), *params.stop_token_ids],
         logprobs=params.top_k if params.reports_kept_sets else 0,
         detokenize=bool(params.stop),
+        logit_bias=dict.fromkeys(never_generated, _NEVER) if never_generated else None,
     )
 
 

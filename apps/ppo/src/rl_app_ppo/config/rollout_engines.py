@@ -221,6 +221,7 @@ class _Transformers(RolloutEngineKind):
 
 
 class _VLLM(RolloutEngineKind):
+    images = True
     adapters = True
     kept_sets = True
 
@@ -259,7 +260,9 @@ class _VLLM(RolloutEngineKind):
     def check_model(self, described: Mapping[str, Any], rollout: GenerationConfig) -> None:
         _check_sampling(rollout)
         require_shards(described, rollout.tensor_model_parallel_size)
-        context = int(described.get("max_position_embeddings", 0)) or rollout.max_model_len
+        context = (
+            int((described.get("text_config") or described).get("max_position_embeddings", 0)) or rollout.max_model_len
+        )
         if rollout.max_model_len > context:
             raise ConfigError(
                 f"rollout.max_model_len={rollout.max_model_len} is more than the model's context of {context}; lower it, or set 0 for all of it."
@@ -285,6 +288,7 @@ class _VLLM(RolloutEngineKind):
 
     def build(self, setup: RolloutSetup) -> RolloutEngine:
         rollout = setup.rollout
+        after = "processed_logprobs" in _logprobs_modes(rollout)
         return VLLMRolloutEngine(
             VLLMConfig(
                 model_path=str(setup.path),
@@ -295,7 +299,7 @@ class _VLLM(RolloutEngineKind):
                 max_model_len=rollout.max_model_len,
                 enforce_eager=rollout.enforce_eager or require_vllm().device == "cpu",
                 max_logprobs=rollout.top_k if rollout.records_kept_sets else 0,
-                logprobs_mode=required_logprobs_mode(rollout.sampling()) or "processed_logprobs",
+                logprobs_mode="processed_logprobs" if after else "raw_logprobs",
                 threads=setup.threads,
                 tokenizer=bool(rollout.stop) or rollout.session not in ("single_turn", TOOL_AGENT),
                 tensor_parallel_size=rollout.tensor_model_parallel_size,
@@ -318,22 +322,32 @@ def _check_sampling(rollout: GenerationConfig) -> None:
             f"rollout.name=vllm reports the tokens that rollout.top_p={rollout.top_p} keeps among the rollout.top_k most probable ones; got "
             "rollout.top_k=0. Set it, for instance to 512, or rollout.sampling_replay=false for log-probs over all tokens."
         )
+    if len(_logprobs_modes(rollout)) > 1:
+        raise ConfigError(
+            f"rollout.name=vllm reports log-probs before temperature, top-p and top-k, or after all of them: rollout.top_p={rollout.top_p} "
+            f"and rollout.top_k={rollout.top_k} need the first, rollout.val_kwargs.temperature={rollout.val_kwargs.temperature} the second. "
+            "Set rollout.val_kwargs.temperature to 0 or 1, or rollout.top_p=1 and rollout.top_k=0."
+        )
+
+
+def _logprobs_modes(rollout: GenerationConfig) -> set[LogprobsMode]:
+    """The modes of log-probs that sampling for training and for validation need.
+
+    Raises:
+        ConfigError: vLLM can't sample so.
+    """
     training = rollout.sampling()
     validation = replace(training, temperature=rollout.val_kwargs.temperature, top_p=1.0, top_k=0)
-    modes = dict[str, LogprobsMode | None]()
+    modes = set[LogprobsMode]()
     for key, sampling in (("rollout", training), ("rollout.val_kwargs", validation)):
         try:
-            modes[key] = required_logprobs_mode(sampling)
+            mode = required_logprobs_mode(sampling)
         except ConfigError as error:
             raise ConfigError(
                 f"rollout.name=vllm can't sample with {key}.temperature={sampling.temperature}: {error}"
             ) from error
-    if len({mode for mode in modes.values() if mode is not None}) > 1:
-        raise ConfigError(
-            f"rollout.name=vllm reports log-probs before temperature, top-p and top-k, or after all of them: rollout.top_p={rollout.top_p} "
-            f"and rollout.top_k={rollout.top_k} need the first, rollout.val_kwargs.temperature={validation.temperature} the second. "
-            "Set rollout.val_kwargs.temperature to 0 or 1, or rollout.top_p=1 and rollout.top_k=0."
-        )
+        modes |= set() if mode is None else {mode}
+    return modes
 
 
 def room_for_adapters(lora: LoraConfig) -> AdapterConfig:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from rl_rollout_vllm.engine.partial_generation import Finish
+from rl_rollout_vllm.engine.placed_images import PlacedImage
 from rl_rollout_vllm.sampling import SamplingArguments
 
 MemoryPart = Literal["weights", "kv_cache"]
@@ -52,6 +53,7 @@ class EngineClient(Protocol):
         prompt_ids: Sequence[int],
         arguments: SamplingArguments,
         adapter: LoadedAdapter | None,
+        images: Sequence[PlacedImage],
         *,
         stream: bool,
     ) -> AsyncGenerator[TokenChunk]:

@@ -52,6 +52,14 @@ def engine_arguments(config: VLLMConfig, model: Checkpoint, capabilities: VLLMCa
         memory: dict[str, Any] = {"gpu_memory_utilization": config.gpu_memory_utilization}
     else:
         memory = {"kv_cache_memory_bytes": config.kv_cache_bytes or CPU_KV_CACHE}
+    # patches come normalized, from the trainer; vLLM starts its own processor nevertheless, which
+    # reads the tokenizer
+    sight = {
+        "skip_tokenizer_init": False,
+        "mm_device_do_normalize": False,
+        "mm_processor_cache_gb": 0,
+        "skip_mm_profiling": not gpu,
+    }
     whole_prompts = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(context, _BATCHED_TOKENS)}
     return {
         "model": str(model.path),
@@ -69,6 +77,7 @@ def engine_arguments(config: VLLMConfig, model: Checkpoint, capabilities: VLLMCa
         "tensor_parallel_size": config.tensor_parallel_size,
         "enable_sleep_mode": config.sleep_mode and capabilities.sleep_frees_memory,
         "disable_log_stats": True,
+        **({} if model.vision is None else sight),
         **({} if capabilities.chunked_prefill_with_seeds else whole_prompts),
         **lora,
     }

@@ -14,6 +14,7 @@ from rl_rollout_vllm.config import VLLMConfig
 from rl_rollout_vllm.engine.admission import AdmissionControl
 from rl_rollout_vllm.engine.engine_client import EngineClient, LoadedAdapter
 from rl_rollout_vllm.engine.partial_generation import OnUpdate, TokenRange, continued
+from rl_rollout_vllm.engine.placed_images import check_images, placed_images
 from rl_rollout_vllm.sampling import required_logprobs_mode, sampling_arguments
 from rl_rollout_vllm.weights.checkpoint import Checkpoint
 
@@ -43,24 +44,21 @@ def check_requests(
             f"{config.max_logprobs}."
         )
     for request in requests:
-        _check_prompt(request, params.max_new_tokens, config.max_model_len or model.context, model.vocabulary)
+        _check_prompt(request, params.max_new_tokens, config.max_model_len or model.context, model)
 
 
-def _check_prompt(request: GenerationRequest, wanted: int, context: int, vocabulary: int) -> None:
+def _check_prompt(request: GenerationRequest, wanted: int, context: int, model: Checkpoint) -> None:
     ids, name = request.prompt_ids, f"Request {request.uid!r}, session {request.session}"
     if not ids:
         raise RolloutError(f"{name}: the prompt has no tokens; every prompt needs at least one.")
-    if request.images:
-        raise RolloutError(
-            f"{name}: it has images, which this engine does not support; use a rollout engine that reads images."
-        )
+    check_images(request, model.vision, name)
     if len(ids) + wanted > context:
         raise RolloutError(
             f"{name}: the prompt has {len(ids)} tokens; with SamplingParams.max_new_tokens={wanted} that is "
             f"{len(ids) + wanted}, more than the engine's context of {context} (max_model_len)."
         )
-    if not 0 <= min(ids) <= max(ids) < vocabulary:
-        raise RolloutError(f"{name}: token ids must lie in 0..{vocabulary - 1}; got {min(ids)} to {max(ids)}.")
+    if not 0 <= min(ids) <= max(ids) < model.vocabulary:
+        raise RolloutError(f"{name}: token ids must lie in 0..{model.vocabulary - 1}; got {min(ids)} to {max(ids)}.")
 
 
 @dataclass(slots=True)
@@ -83,7 +81,7 @@ class RequestRunner:
         client: vLLM.
         admission: admits requests.
         active: the weights in use. They change only while no request runs.
-        eos_ids: tokens that end a response.
+        model: what the engine serves.
         timeout_s: longest wait for admission, and for running requests to end.
     """
 
@@ -93,14 +91,15 @@ class RequestRunner:
         admission: AdmissionControl,
         active: ActiveWeights,
         *,
-        eos_ids: Sequence[int],
+        model: Checkpoint,
         timeout_s: float,
     ) -> None:
         self.running: set[str] = set()
         self._client = client
         self._admission = admission
         self._active = active
-        self._eos_ids = eos_ids
+        self._model = model
+        self._never = () if model.vision is None else model.vision.never_generated
         self._timeout_s = timeout_s
         self._numbers = itertools.count(1)
         self._idle = asyncio.Event()
@@ -156,12 +155,14 @@ class RequestRunner:
         self, request: GenerationRequest, params: SamplingParams, *, stream: bool
     ) -> AsyncGenerator[TokenRange]:
         """Generate with one version of the weights. The request must just have been admitted."""
-        arguments = sampling_arguments(request, params, self._eos_ids)
+        arguments = sampling_arguments(request, params, self._model.eos_ids, self._never)
+        vision = self._model.vision
+        images = () if vision is None else placed_images(request.prompt_ids, request.images, vision)
         number = f"{next(self._numbers)}"
         version, adapter = self._active.version, self._active.adapter
         self.running.add(number)
         self._idle.clear()
-        chunks = self._client.generate(number, request.prompt_ids, arguments, adapter, stream=stream)
+        chunks = self._client.generate(number, request.prompt_ids, arguments, adapter, images, stream=stream)
         try:
             async for chunk in chunks:
                 yield TokenRange(chunk.token_ids, chunk.log_probs, version, chunk.finish_reason, chunk.kept_ids)

@@ -70,7 +70,7 @@ class VLLMRolloutEngine:
             raise
         admission = AdmissionControl()
         self._requests = RequestRunner(
-            self._client, admission, self._active, eos_ids=model.eos_ids, timeout_s=config.call_timeout_s
+            self._client, admission, self._active, model=model, timeout_s=config.call_timeout_s
         )
         self._loader = WeightLoader(self._client, self._requests, self._active, bucket_bytes=config.bucket_bytes)
         self._control = EngineControl(self._client, admission, self._requests, self._loader, self._active)

@@ -7,16 +7,24 @@ import math
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from typing import Any, Literal, cast
 
+import torch
 from psutil import NoSuchProcess  # a dependency of vLLM
 from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
 from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
+from vllm.inputs.engine import mm_input  # pyright: ignore[reportMissingImports]
 from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
+from vllm.multimodal.inputs import (  # pyright: ignore[reportMissingImports]
+    MultiModalFieldConfig,
+    MultiModalKwargsItems,
+    PlaceholderRange,
+)
 from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
 from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
 from vllm.v1.engine.exceptions import EngineDeadError  # pyright: ignore[reportMissingImports]
 
 from rl_protocol.errors import RLError, RolloutError
 from rl_rollout_vllm.engine.engine_client import LoadedAdapter, MemoryPart, TokenChunk
+from rl_rollout_vllm.engine.placed_images import PlacedImage
 from rl_rollout_vllm.engine.zmq_shutdown import terminate_context
 from rl_rollout_vllm.errors import EngineDiedError
 from rl_rollout_vllm.sampling import SamplingArguments
@@ -54,6 +62,7 @@ class VLLMClient:
         prompt_ids: Sequence[int],
         arguments: SamplingArguments,
         adapter: LoadedAdapter | None,
+        images: Sequence[PlacedImage],
         *,
         stream: bool,
     ) -> AsyncGenerator[TokenChunk]:
@@ -62,7 +71,7 @@ class VLLMClient:
         lora = None if adapter is None else LoRARequest(adapter.name, adapter.number, "in-memory")
         try:
             async for output in self._engine.generate(
-                {"prompt_token_ids": list(prompt_ids)},
+                _with_images(prompt_ids, images) if images else {"prompt_token_ids": list(prompt_ids)},
                 SamplingParams(**arguments, output_kind=kind),
                 request_id,
                 lora_request=lora,
@@ -133,6 +142,22 @@ class VLLMClient:
 def _died() -> EngineDiedError:
     return EngineDiedError(
         "The process of the vLLM engine is gone; see this process's stderr for its traceback. Start a new engine."
+    )
+
+
+def _with_images(prompt_ids: Sequence[int], images: Sequence[PlacedImage]) -> Any:
+    """The prompt as vLLM's own processor of images would give it, with the trainer's patches."""
+    grids = torch.tensor([one.image.grid_thw for one in images])
+    patches = torch.cat([torch.from_numpy(one.image.pixel_values) for one in images])
+    fields = {
+        "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", grids.prod(-1)),
+        "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+    }
+    return mm_input(
+        list(prompt_ids),
+        MultiModalKwargsItems.from_hf_inputs({"pixel_values": patches, "image_grid_thw": grids}, fields),
+        {"image": [one.digest for one in images]},
+        {"image": [PlaceholderRange(offset=one.offset, length=one.length) for one in images]},
     )
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from rl_protocol.batch.weight_tensor import WeightTensor
 from rl_protocol.errors import WeightSyncError
-from rl_rollout_vllm.weights.checkpoint import EMBEDDING, HEAD, Checkpoint
+from rl_rollout_vllm.weights.checkpoint import HEAD, Checkpoint
 
 DIGEST = xxhash.xxh3_128
 """Digest that both sides compute over the tensors of a bucket, without the padding in between."""
@@ -56,21 +56,22 @@ def check_weights(weights: Iterable[WeightTensor], model: Checkpoint, version: i
         WeightSyncError: a name is missing, unknown or repeated, or a shape or element type is
             wrong.
     """
-    found = list(weights)
+    found = [replace(weight, name=model.weight_name(weight.name)) for weight in weights]
     given = {weight.name: weight for weight in found}
     if len(given) != len(found):
         raise WeightSyncError(
             f"Weights of version {version} name a tensor twice; got {len(found)} of {len(given)} names."
         )
-    if model.tied and HEAD not in given and EMBEDDING in given:
-        given[HEAD] = replace(given[EMBEDDING], name=HEAD)
+    embedding = model.embedding
+    if model.tied and HEAD not in given and embedding in given:
+        given[HEAD] = replace(given[embedding], name=HEAD)
     shapes = dict(model.shapes)
     if model.tied:
-        if EMBEDDING not in shapes:
+        if embedding not in shapes:
             raise WeightSyncError(
-                f"{model.path} ties its head to an embedding that is not called {EMBEDDING!r}; its updates would not reach the head."
+                f"{model.path} ties its head to an embedding that is not called {embedding!r}; its updates would not reach the head."
             )
-        shapes[HEAD] = shapes[EMBEDDING]
+        shapes[HEAD] = shapes[embedding]
     missing, unknown = sorted(shapes.keys() - given.keys()), sorted(given.keys() - shapes.keys())
     if missing or unknown:
         raise WeightSyncError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +15,10 @@ from rl_protocol.errors import ConfigError
 from rl_protocol.support.hf_checkpoint import safetensors_files
 
 EMBEDDING = "model.embed_tokens.weight"
+VISION_EMBEDDING = "model.language_model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl")
+"""`model_type` of the supported models that see images."""
 
 _DTYPES = {
     "F64": "float64",
@@ -34,6 +37,21 @@ _DTYPES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Vision:
+    """How a model sees images.
+
+    Attributes:
+        token: id of the token that stands for a piece of an image.
+        patches: patches of a piece.
+        never_generated: ids of the tokens that stand for pieces of images and videos.
+    """
+
+    token: int
+    patches: int
+    never_generated: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
     """A model as its folder describes it.
 
@@ -45,6 +63,7 @@ class Checkpoint:
         head_size: size of an attention head.
         tied: the output layer shares the embedding's weight, and the files lack `lm_head.weight`.
         shapes: name of each weight -> its shape.
+        vision: how the model sees images; None: it does not.
     """
 
     path: Path
@@ -54,6 +73,26 @@ class Checkpoint:
     head_size: int
     tied: bool
     shapes: Mapping[str, tuple[int, ...]]
+    vision: Vision | None = None
+
+    @property
+    def embedding(self) -> str:
+        """Name of the weight of the embedding of tokens."""
+        return EMBEDDING if self.vision is None else VISION_EMBEDDING
+
+    def weight_name(self, name: str) -> str:
+        """The name of a weight in a model of transformers, of its name there or in a file.
+
+        Files of vision models have names of older versions of transformers.
+
+        `model.norm.weight` of one is `model.language_model.norm.weight`, and `visual.x` is
+        `model.visual.x`.
+        """
+        if self.vision is None or name.startswith(("model.language_model.", "model.visual.")):
+            return name
+        if name.startswith("visual."):
+            return f"model.{name}"
+        return f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name
 
 
 def read_checkpoint(path: str | Path) -> Checkpoint:
@@ -63,7 +102,8 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         ConfigError: the folder or a file is missing or unreadable; names it.
     """
     folder = Path(path)
-    config = read_json(folder / "config.json")
+    whole = read_json(folder / "config.json")
+    config = text_fields(whole)
     generation = read_json(folder / "generation_config.json") if (folder / "generation_config.json").exists() else {}
     try:
         context, vocabulary = int(config["max_position_embeddings"]), int(config["vocab_size"])
@@ -72,19 +112,40 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         raise ConfigError(f"{folder / 'config.json'} does not describe a causal language model: {error!r}.") from error
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     ids = cast("list[int]", eos if isinstance(eos, list) else [] if eos is None else [eos])
-    return Checkpoint(
+    model = Checkpoint(
         path=folder.absolute(),
         context=context,
         vocabulary=vocabulary,
         eos_ids=tuple(ids),
         head_size=head_size,
         tied=bool(config.get("tie_word_embeddings", False)),
-        shapes={
-            name: tuple(entry["shape"])
-            for file in safetensors_files(folder)
-            for name, entry in _header(file)[0].items()
-        },
+        shapes={},
+        vision=_vision(whole, folder),
     )
+    shapes = {
+        model.weight_name(name): tuple(entry["shape"])
+        for file in safetensors_files(folder)
+        for name, entry in _header(file)[0].items()
+    }
+    return replace(model, shapes=shapes)
+
+
+def text_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields of a `config.json`; for a vision model those of its text part are among them."""
+    return {**config, **(config.get("text_config") or {})}
+
+
+def _vision(config: Mapping[str, Any], folder: Path) -> Vision | None:
+    if config.get("model_type") not in VISION_FAMILIES:
+        return None
+    image, video = config.get("image_token_id"), config.get("video_token_id")
+    merged = (config.get("vision_config") or {}).get("spatial_merge_size", 2)
+    if not (isinstance(image, int) and isinstance(video, int) and isinstance(merged, int)):
+        raise ConfigError(
+            f"{folder / 'config.json'} does not describe a vision model: image_token_id, video_token_id and vision_config.spatial_merge_size "
+            f"must be integers; got {image!r}, {video!r} and {merged!r}."
+        )
+    return Vision(token=image, patches=merged**2, never_generated=(image, video))
 
 
 def require_shards(model: Mapping[str, Any], size: int) -> None:
@@ -97,8 +158,9 @@ def require_shards(model: Mapping[str, Any], size: int) -> None:
     Raises:
         ConfigError: it can't.
     """
-    heads = int(model.get("num_attention_heads") or size)
-    shared = int(model.get("num_key_value_heads") or heads)
+    fields = text_fields(model)
+    heads = int(fields.get("num_attention_heads") or size)
+    shared = int(fields.get("num_key_value_heads") or heads)
     if heads % size or (shared % size and size % shared):
         raise ConfigError(
             f"The model has {heads} attention heads and {shared} for keys and values, which can't be divided over {size} processes: change "
