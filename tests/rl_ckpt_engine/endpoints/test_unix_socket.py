@@ -201,6 +201,31 @@ def test_only_this_user_can_connect_and_a_path_is_served_once(path: Path):
     assert not path.exists()
 
 
+def test_the_socket_of_a_killed_process_is_replaced(path: Path):
+    with subprocess.Popen([sys.executable, "-c", SERVER, str(path)], stdin=subprocess.PIPE) as process:
+        asyncio.run(connect(Adder, path))
+        process.kill()
+    assert path.is_socket()
+
+    async def run() -> int:
+        async with serve(Adder(), path):
+            return await (await connect(Adder, path)).add(2, 3)
+
+    assert asyncio.run(run()) == 5
+
+
+def test_a_file_at_the_path_is_kept(path: Path):
+    path.write_bytes(b"weights")
+
+    async def run() -> None:
+        async with serve(Adder(), path):
+            pass
+
+    with pytest.raises(ConfigError, match="no socket"):
+        asyncio.run(run())
+    assert path.read_bytes() == b"weights"
+
+
 def test_a_path_that_is_too_long_is_refused(path: Path):
     async def run() -> None:
         async with serve(Adder(), path.with_name("x" * 200)):

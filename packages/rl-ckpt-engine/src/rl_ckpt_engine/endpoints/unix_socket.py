@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import socket
 import struct
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
@@ -57,10 +59,11 @@ async def serve(endpoint: Endpoint, path: Path) -> AsyncGenerator[None]:
 
     Args:
         endpoint: runs the calls, in this event loop.
-        path: of the socket, which does not exist yet; it is removed at the end.
+        path: of the socket, removed at the end. A socket that a killed process has left there is
+            replaced.
 
     Raises:
-        ConfigError: the path exists, or no socket can be made there.
+        ConfigError: another process serves the path, it is no socket, or none can be made there.
     """
 
     running = set[asyncio.Task[None]]()
@@ -72,8 +75,8 @@ async def serve(endpoint: Endpoint, path: Path) -> AsyncGenerator[None]:
         if not server.is_serving():  # it came while the context ended
             task.cancel()
 
-    _check_free(path)
     try:
+        _make_free(path)
         server = await asyncio.start_unix_server(connected, path, start_serving=False)
         _make_private(path)  # before the first connection is possible
         await server.start_serving()
@@ -197,9 +200,16 @@ def _frame(message: msgspec.Struct) -> bytes:
     return _LENGTH.pack(len(data)) + data
 
 
-def _check_free(path: Path) -> None:
-    if path.exists():
-        raise ConfigError(f"{path} exists: another process serves it, or one that was killed has left it; remove it.")
+def _make_free(path: Path) -> None:
+    """Remove the socket of a process that was killed: nobody listens there."""
+    if not path.exists():
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)  # a server with a full queue would block it
+        refused = probe.connect_ex(str(path)) == errno.ECONNREFUSED
+    if not (refused and path.is_socket()):  # connections to a file are refused, too
+        raise ConfigError(f"{path} exists: another process serves it, or it is no socket. Set another path.")
+    _remove(path)
 
 
 def _make_private(path: Path) -> None:
