@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import socket
 from pathlib import Path
 
@@ -100,6 +102,27 @@ def test_strangers_cost_the_sender_nothing(said: bytes) -> None:
         stranger.sendall(said)
         receiver.init_process_group(sender.prepare())
         assert_same(asyncio.run(receiver.receive_weights(manifest, timeout_s=T)), WEIGHTS)
+    sender.close()
+    receiver.close()
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ECONNABORTED])
+def test_a_sender_still_listens_after_an_error_of_accept(
+    number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    accept, failures = socket.socket.accept, [OSError(number, os.strerror(number))]
+
+    def fail_once(listener: socket.socket) -> tuple[socket.socket, object]:
+        if failures:
+            raise failures.pop()
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", fail_once)
+    sender, receiver = TcpEngine(), TcpEngine()
+    manifest = asyncio.run(sender.send_weights(WEIGHTS, 1, timeout_s=T))
+    receiver.init_process_group(sender.prepare())
+    assert_same(asyncio.run(receiver.receive_weights(manifest, timeout_s=T)), WEIGHTS)
+    assert f"[Errno {number}]" in caplog.text
     sender.close()
     receiver.close()
 

@@ -24,6 +24,8 @@ MAGIC = b"RLW1"
 NONCE_BYTES = 32
 HANDSHAKE_S = 5.0
 DEAD_AFTER_S = 5
+_PAUSE_S = 0.5
+"""Pause after a failed accept: the process may have no file descriptor left."""
 PIECE_BYTES = 512 << 10
 """Bytes of one call of the socket: few calls, and a receiver hashes them while they are in the
 cache."""
@@ -104,14 +106,14 @@ class Server:
         self._listener = socket.create_server((host, 0), family=family)
         self._peers: set[socket.socket] = set()
         self._lock = threading.Lock()
-        self._closed = False
+        self._closed = threading.Event()
         self.port = int(self._listener.getsockname()[1])
         threading.Thread(target=self._accept, name="rl-ckpt-tcp", daemon=True).start()
 
     def close(self) -> None:
         """End all connections; safe to call twice."""
         with self._lock:
-            self._closed = True
+            self._closed.set()
             with contextlib.suppress(OSError):  # wakes the thread in accept
                 self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()
@@ -123,10 +125,14 @@ class Server:
         while True:
             try:
                 peer, _ = self._listener.accept()
-            except OSError:  # closed
-                return
+            except OSError as error:  # closed, no room, or the receiver has left already
+                if self._closed.is_set():
+                    return
+                _log.warning("A receiver's connection could not be accepted: %s.", error)
+                self._closed.wait(_PAUSE_S)
+                continue
             with self._lock:
-                if self._closed:
+                if self._closed.is_set():
                     peer.close()
                     return
                 self._peers.add(peer)
