@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import select
 import socket
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from ckpt_pair import WEIGHTS, T
 
 from rl_ckpt_engine import CheckpointEngineConfig
+from rl_ckpt_engine.engines.network import tcp_server
 from rl_ckpt_engine.engines.network.tcp import TcpEngine
 from rl_ckpt_engine.engines.network.tcp_secret import KEY, KEY_FILE, load_key
 from rl_ckpt_engine.engines.network.tcp_transport import TcpMember
@@ -125,6 +127,21 @@ def test_a_sender_still_listens_after_an_error_of_accept(
     assert f"[Errno {number}]" in caplog.text
     sender.close()
     receiver.close()
+
+
+def test_a_slow_handshake_is_cut_off_although_it_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_server, "HANDSHAKE_S", 0.4)
+    sender = TcpEngine()
+    port = msgspec.msgpack.decode(sender.prepare(), type=TcpMember).port
+    with socket.create_connection(("127.0.0.1", port), timeout=T) as stranger:
+        stranger.recv(36, socket.MSG_WAITALL)  # the greeting
+        for _ in range(63):  # the answer needs 64 bytes
+            stranger.send(b"x")
+            if select.select([stranger], [], [], 0.1)[0]:
+                break
+        else:
+            pytest.fail("the sender has waited for the whole answer")
+    sender.close()
 
 
 def test_key_file_must_be_private_and_long(tmp_path: Path) -> None:

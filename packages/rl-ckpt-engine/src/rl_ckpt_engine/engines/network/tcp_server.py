@@ -9,6 +9,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -142,7 +143,6 @@ class Server:
         try:
             with peer, contextlib.closing(self._new_bucket_sender()) as bucket_sender:
                 set_options(peer)
-                peer.settimeout(HANDSHAKE_S)
                 if self._shake_hands(peer):
                     peer.settimeout(None)
                     while self._answer(peer, bucket_sender):
@@ -154,9 +154,11 @@ class Server:
                 self._peers.discard(peer)
 
     def _shake_hands(self, peer: socket.socket) -> bool:
+        end = time.monotonic() + HANDSHAKE_S
+        peer.settimeout(HANDSHAKE_S)
         mine = os.urandom(NONCE_BYTES)
         peer.sendall(MAGIC + mine)
-        answer = _read_exactly(peer, NONCE_BYTES + PROOF_BYTES)
+        answer = _read_exactly(peer, NONCE_BYTES + PROOF_BYTES, end)
         nonces = mine + answer[:NONCE_BYTES]
         if not hmac.compare_digest(answer[NONCE_BYTES:], self._key.proof(b"receiver", nonces, self._token)):
             _log.warning("A receiver was refused: it has another key, or expected another sender.")
@@ -181,10 +183,18 @@ class Server:
         return True
 
 
-def _read_exactly(peer: socket.socket, count: int) -> bytes:
-    """Read `count` bytes; empty at the end of the stream."""
+def _read_exactly(peer: socket.socket, count: int, end: float | None = None) -> bytes:
+    """Read `count` bytes; empty at the end of the stream.
+
+    Raises:
+        TimeoutError: they have not arrived by `end`, in seconds of the monotonic clock.
+    """
     data = b""
     while len(data) < count:
+        if end is not None:
+            if (left_s := end - time.monotonic()) <= 0:
+                raise TimeoutError("the handshake took too long")
+            peer.settimeout(left_s)
         more = peer.recv(count - len(data))
         if not more:
             return b""
