@@ -93,7 +93,10 @@ class VersionSender(Generic[P]):
         finally:
             if store is not None:
                 store.withdraw()
-                self.free.append(store)
+                if self._filling is None:  # `close` was called
+                    store.close()
+                else:
+                    self.free.append(store)
             self.versions.cancel()
             self._running = self._filling = None
 
@@ -122,8 +125,10 @@ class VersionSender(Generic[P]):
             self.free.append(published.held)
 
     def close(self) -> None:
-        """Withdraw all versions and free the memory; safe to call twice."""
+        """Withdraw all versions and free the memory; safe to call twice. A running send fails, and
+        frees its store when it ends."""
         self.abort()
+        self._filling = None
         if self.versions.committed is not None:
             self.free.append(self.versions.committed.held)
             self.versions.committed = None
