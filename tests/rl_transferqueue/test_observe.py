@@ -271,7 +271,7 @@ def test_metrics_without_the_extra_say_what_to_install(alone: LocalPlane, tmp_pa
     (tmp_path / "prometheus_client.py").write_text("raise ModuleNotFoundError('no', name='prometheus_client')")
     done = run("metrics", PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     assert done.returncode == 2
-    assert "pip install 'rl-transferqueue[metrics]' (prometheus_client is missing)" in done.stderr
+    assert "prometheus_client is not installed; pip install 'rl-transferqueue[metrics]'" in done.stderr
 
 
 # --------------------------------------------------------------------------------

@@ -48,6 +48,23 @@ def test_import_loads_nothing_heavy_and_does_nothing() -> None:
     assert done.stdout.strip() == "[] 1 []"
 
 
+@pytest.mark.parametrize(
+    ("module", "missing", "extra"),
+    [
+        ("compat", "torch", "compat"),
+        ("compat.kv", "tensordict", "compat"),
+        ("consume.streaming_dataset", "torch", "torch"),
+        ("observe.prometheus", "prometheus_client", "metrics"),
+    ],
+)
+def test_a_module_without_its_extra_says_what_to_install(module: str, missing: str, extra: str) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None; import rl_transferqueue.{module}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.stderr.splitlines()[-1] == (
+        f"ModuleNotFoundError: {missing} is not installed; pip install 'rl-transferqueue[{extra}]'"
+    )
+
+
 @pytest.mark.parametrize("name", ["rl_transferqueue", *MODULES])
 def test_doctests(name: str) -> None:
     if name.startswith("rl_transferqueue.backends."):

@@ -30,7 +30,12 @@ release 0.1.11. Needs the extra `[compat]` (torch, tensordict); Ray is optional.
 | StreamingDataset polls and keeps all batches | waits for an event; `step` releases batches       |
 """
 
-from rl_transferqueue.compat.client import AsyncTransferQueueClient, TransferQueueClient
+try:
+    from rl_transferqueue.compat.client import AsyncTransferQueueClient, TransferQueueClient
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"{error.name} is not installed; pip install 'rl-transferqueue[compat]'", name=error.name
+    ) from error
 from rl_transferqueue.compat.dataloader import StreamingDataLoader, StreamingDataset
 from rl_transferqueue.compat.errors import (
     FieldNotFoundError,

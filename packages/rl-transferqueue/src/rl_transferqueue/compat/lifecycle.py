@@ -272,9 +272,7 @@ def _serve_metrics(descriptor: PlaneDescriptor, port: int) -> MetricsServer:
     try:
         from rl_transferqueue.observe.prometheus import serve_metrics
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"metrics.enabled needs the extra: pip install 'rl-transferqueue[metrics]' ({error.name} is missing)."
-        ) from error
+        raise ConfigError(f"metrics.enabled needs an extra: {error}.") from error
     return serve_metrics(descriptor, port=port)
 
 

@@ -13,8 +13,13 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, TypeAlias
 
-from tensordict import TensorDict
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+try:
+    from tensordict import TensorDict
+    from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"{error.name} is not installed; pip install 'rl-transferqueue[torch]'", name=error.name
+    ) from error
 
 from rl_protocol.batch.kv_batch_meta import KVBatchMeta
 from rl_protocol.errors import ConfigError, PlaneTimeout

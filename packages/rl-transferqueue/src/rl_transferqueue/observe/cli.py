@@ -104,9 +104,7 @@ def _serve_metrics(descriptor: PlaneDescriptor, port: int) -> None:
     try:
         from rl_transferqueue.observe.prometheus import serve_metrics
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"rl-tq metrics needs the extra: pip install 'rl-transferqueue[metrics]' ({error.name} is missing)."
-        ) from error
+        raise ConfigError(f"rl-tq metrics needs an extra: {error}.") from error
     with serve_metrics(descriptor, port=port) as server, contextlib.suppress(KeyboardInterrupt):
         sys.stdout.write(f"serving {server.url}\n")
         sys.stdout.flush()

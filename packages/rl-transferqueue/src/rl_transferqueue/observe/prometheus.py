@@ -15,9 +15,14 @@ from types import TracebackType
 from typing import Any, Self, cast
 from weakref import WeakKeyDictionary
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+try:
+    from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+    from prometheus_client.registry import Collector
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"{error.name} is not installed; pip install 'rl-transferqueue[metrics]'", name=error.name
+    ) from error
 
 from rl_protocol.batch.batch_data import BatchData
 from rl_protocol.batch.kv_batch_meta import KVBatchMeta
