@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import select
 import signal
 import subprocess
@@ -44,6 +45,13 @@ def test_any_data_plane_can_be_made_blocking() -> None:
     blocking = BlockingPlane(MemoryDataPlane(), own)
     blocking.put("p", ["a"], tags=[{"n": 1}])
     assert blocking.list_rows("p").tags == ({"n": 1},)
+    own.close()
+
+
+def test_pickling_a_plane_says_what_to_send_instead() -> None:
+    own = Portal()
+    with pytest.raises(TypeError, match="Send its PlaneDescriptor and call connect_blocking there"):
+        pickle.dumps(BlockingPlane(MemoryDataPlane(), own))
     own.close()
 
 

@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from rl_protocol.errors import PlaneLostError
 from rl_protocol.ports import DataPlane
@@ -111,8 +111,8 @@ def portal() -> Portal:
 class BlockingPlane:
     """A DataPlane with blocking methods, for any thread but the portal's.
 
-    Arguments, results and errors are those of the async methods. It does not survive a fork:
-    connect again in the new process.
+    Arguments, results and errors are those of the async methods. It does not survive a fork, and
+    can't be pickled: connect again in the new process.
     """
 
     def __init__(self, plane: DataPlane, loop_thread: Portal) -> None:
@@ -132,6 +132,12 @@ class BlockingPlane:
         self.stats = loop_thread.blocking(plane.stats)
         self.traffic = plane.traffic
         self.close = loop_thread.blocking(plane.close)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "A BlockingPlane can't be pickled, because its connections belong to this process. Send its PlaneDescriptor and call "
+            "connect_blocking there."
+        )
 
 
 def connect_blocking(descriptor: PlaneDescriptor, *, timeout_s: float = 10.0) -> BlockingPlane:
