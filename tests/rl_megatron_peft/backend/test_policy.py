@@ -11,7 +11,7 @@ from relative import apart
 from rl_megatron_peft import (
     read_adapter,
 )
-from rl_protocol import ConfigError, OutputError
+from rl_protocol import BatchData, ConfigError, OutputError, ragged
 from rl_protocol.ports import PolicyBackend
 from rl_protocol.testing.training_suite import PolicyBackendSuite
 
@@ -55,6 +55,16 @@ def test_the_adapter_travels_under_the_names_of_its_files(policy, program, tmp_p
     assert all(sent[name].data.tobytes() == written[name].tobytes() for name in sent)
     earlier = load_file(tmp_path / "now" / "adapter_model.safetensors")
     assert any(not np.array_equal(written[name], earlier[name]) for name in written)
+
+
+def test_an_update_without_a_finite_gradient_makes_no_step_and_has_no_norm(policy, program):
+    before = {weight.name: weight.data.tobytes() for weight in policy.adapter_weights()}
+    batch = program.batch_of(4, 0)
+    nan = ragged([[np.nan] * len(row) for row in batch.ragged("advantages").rows()], "float32")
+    metrics = policy.update(BatchData({**batch.columns, "advantages": nan}), temperature=1.0)
+    assert metrics["actor/skipped_steps"] == 1.0
+    assert np.isnan(metrics["actor/grad_norm"])
+    assert {weight.name: weight.data.tobytes() for weight in policy.adapter_weights()} == before
 
 
 @pytest.fixture

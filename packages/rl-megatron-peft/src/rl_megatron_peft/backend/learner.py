@@ -208,7 +208,8 @@ class MegatronLearner(ABC, Generic[LossFn]):
         All replicas pass equally many mini-batches, any of which may be empty.
 
         Returns:
-            Metrics over all ranks: those of `output_loss`, and `loss`, `grad_norm`, `lr` and
+            Metrics over all ranks: those of `output_loss`, and `loss`, `grad_norm` (the mean of
+            those that are finite; NaN if none is, 0 without mini-batches), `lr` and
             `skipped_steps`.
         """
         total: dict[str, tuple[float, float]] = {}
@@ -218,9 +219,10 @@ class MegatronLearner(ABC, Generic[LossFn]):
             norms.append(self.optimizer.step())
         self.updates += 1
         finite = [norm for norm in norms if np.isfinite(norm)]
+        no_norm = np.nan if norms else 0.0
         return {
             **{name: value / weight for name, (value, weight) in total.items() if weight},
-            "grad_norm": float(np.mean(finite)) if finite else 0.0,
+            "grad_norm": float(np.mean(finite)) if finite else no_norm,
             "lr": self.optimizer.lr,
             "skipped_steps": float(len(norms) - len(finite)),
         }
