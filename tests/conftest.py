@@ -220,7 +220,7 @@ SIGHTED_TEMPLATE = """{%- for message in messages %}
 
 @pytest.fixture(scope="session")
 def make_vision_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Return a function that makes a tiny Qwen2-VL or Qwen2.5-VL model.
+    """Return a function that makes a tiny Qwen2-VL, Qwen2.5-VL or Qwen3-VL model.
 
     It takes the family and returns a folder with a real model of some ten thousand parameters and
     33 tokens, its tokenizer, and its image processor, which makes one token of 8 x 8 pixels.
@@ -246,8 +246,11 @@ def make_vision_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
         if family == "qwen2_vl":
             sight |= {"embed_dim": 16, "hidden_size": hidden, "mlp_ratio": 2}
         else:
-            sight |= {"hidden_size": 16, "intermediate_size": 32, "out_hidden_size": hidden, "window_size": 16}
-            sight |= {"fullatt_block_indexes": [1]}
+            sight |= {"hidden_size": 16, "intermediate_size": 32, "out_hidden_size": hidden}
+        if family == "qwen2_5_vl":
+            sight |= {"window_size": 16, "fullatt_block_indexes": [1]}
+        if family == "qwen3_vl":
+            sight |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
         config = AutoConfig.for_model(
             family,
             text_config={
@@ -257,12 +260,14 @@ def make_vision_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
                 "num_hidden_layers": 2,
                 "num_attention_heads": heads,
                 "num_key_value_heads": heads // 2,
+                "head_dim": hidden // heads,
                 "max_position_embeddings": 128,
                 "initializer_range": 0.1,
                 "rope_parameters": {
                     "rope_type": "default",
                     "rope_theta": 10000.0,
                     "mrope_section": [half // 2, half // 4, half // 4],
+                    **({"mrope_interleaved": True} if family == "qwen3_vl" else {}),
                 },
                 "pad_token_id": 0,
                 "eos_token_id": 1,

@@ -17,7 +17,7 @@ PIECE, VIDEO = 3, 32
 TOLERANCE = 1e-3
 
 
-@pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl"])
+@pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def folder(request, make_vision_model):
     return make_vision_model(request.param, hidden=64, heads=2)
 

@@ -37,7 +37,7 @@ SIZES = ([(16, 8)], [], [(16, 16), (24, 8)], [(32, 32)])
 TOKENS = ((2,), (), (4, 3), (16,))
 
 
-@pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl"])
+@pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def model(request, make_vision_model):
     return make_vision_model(request.param)
 

@@ -17,7 +17,7 @@ from rl_protocol.support.hf_checkpoint import safetensors_files
 EMBEDDING = "model.embed_tokens.weight"
 VISION_EMBEDDING = "model.language_model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl")
+VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """`model_type` of the supported models that see images."""
 
 _DTYPES = {

@@ -1,7 +1,7 @@
 """Images of rows: parses and checks them, and computes how many tokens a model uses for each.
 
 The only module of `rl_trainer.data` that imports Pillow (extra `images`), and only if there is an
-image. Models of the Qwen2-VL family cut an image into patches, whose number depends on its size
+image. Models of the Qwen-VL families cut an image into patches, whose number depends on its size
 within bounds; one token stands for `merge_size`² patches.
 """
 
@@ -24,7 +24,7 @@ from rl_protocol import ConfigError, SchemaError
 
 PLACEHOLDER = "<image>"
 """Marks an image in the text of a prompt, as in verl's data."""
-FAMILIES = ("qwen2_vl", "qwen2_5_vl")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """`model_type` of the supported vision models."""
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")

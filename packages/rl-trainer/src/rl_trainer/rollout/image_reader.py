@@ -18,6 +18,9 @@ from rl_trainer.data.images import Vision, decoded
 class FolderImageReader:
     """ImageReader of the model in `folder`, which is one of `rl_trainer.data.images.FAMILIES`.
 
+    Pillow scales the images also where torchvision is installed, which scales otherwise: patches
+    do not depend on the environment.
+
     Raises:
         ConfigError: its image processor can't be read.
     """
@@ -25,7 +28,7 @@ class FolderImageReader:
     def __init__(self, folder: Path, vision: Vision) -> None:
         self._vision = vision
         try:
-            self._processor: Any = AutoImageProcessor.from_pretrained(str(folder), local_files_only=True)
+            self._processor: Any = AutoImageProcessor.from_pretrained(str(folder), local_files_only=True, backend="pil")
         except (OSError, ValueError, ImportError) as error:
             raise ConfigError(f"The image processor in {folder} can't be loaded: {error}") from error
 

@@ -125,8 +125,10 @@ class VersionSender(Generic[P]):
             self.free.append(published.held)
 
     def close(self) -> None:
-        """Withdraw all versions and free the memory; safe to call twice. A running send fails, and
-        frees its store when it ends."""
+        """Withdraw all versions and free the memory; safe to call twice.
+
+        A running send fails, and frees its store when it ends.
+        """
         self.abort()
         self._filling = None
         if self.versions.committed is not None:
