@@ -18,7 +18,7 @@ from rl_protocol.ports import GenerationRequest, ImageInput, SamplingParams
 from rl_protocol.rl_columns import PROMPT_SCHEMA
 from rl_protocol.testing.memory_data_plane import MemoryDataPlane
 from rl_trainer import ActorConfig, CriticConfig, LoraConfig, PromptRow, RolloutWorker
-from rl_trainer.backends.token_batch import token_batch
+from rl_trainer.backends.token_batch import packed_tokens, token_batch
 from rl_trainer.backends.torch_critic import TorchCriticBackend
 from rl_trainer.backends.torch_policy import PolicyOptions, TorchPolicyBackend
 from rl_trainer.config import OptimConfig
@@ -95,11 +95,13 @@ def generate(engine, asked, sampling=SAMPLING):
     return asyncio.run(engine.generate(asked, sampling))
 
 
-def test_log_probs_of_the_rollout_are_those_of_the_trainer(model, prompts):
+@pytest.mark.parametrize("packed", [False, True])
+def test_log_probs_of_the_rollout_are_those_of_the_trainer(model, prompts, packed):
+    config = ActorConfig(use_remove_padding=packed)
     asked = requests(model, prompts)
     made = generate(HFRolloutEngine(model), asked)
     # other batches than the engine's, padded on the other side
-    policy = TorchPolicyBackend(model, None, options=PolicyOptions(forward_rows=3))
+    policy = TorchPolicyBackend(model, config, options=PolicyOptions(forward_rows=3))
     found = policy.compute_log_probs(as_batch(asked, made), temperature=0.8)["log_probs"]
     assert apart(found.values, log_probs_of(made)) < 1e-5
     other = policy.compute_log_probs(blind(asked, made), temperature=0.8)["log_probs"]
@@ -166,19 +168,35 @@ def test_prompt_and_images_must_belong_together(model, prompts, model_path):
     said = as_batch([first], [type("G", (), {"response_ids": (8, PIECE)})])
     with pytest.raises(BatchError, match="Row 0 has the image token 3 in its response"):
         TorchPolicyBackend(model, None).compute_log_probs(said, temperature=1.0)
-    with pytest.raises(
-        ConfigError,
-        match=r"^load_model.path=\S+ sees images, which can't be joined end to end; set UpdateConfig\.use_remove_padding",
-    ):
-        TorchPolicyBackend(model, ActorConfig(use_remove_padding=True))
 
 
-def test_an_update_trains_the_part_that_sees_and_can_be_saved(model, prompts, tmp_path):
+def test_rows_share_a_prompt_only_with_its_images(model, prompts):
+    """Packed, equal prompts are computed once; two of these have equal tokens and other pixels."""
+    first, *_ = requests(model, prompts, sessions=1)
+    black = tuple(ImageInput(one.pixel_values * 0, one.grid_thw) for one in first.images)
+    dark = GenerationRequest(uid="dark", session=0, prompt_ids=first.prompt_ids, images=black)
+    asked = [first, dark, first, dark]
+    made = generate(HFRolloutEngine(model), [first] * 4)
+    batch = as_batch(asked, made)
+    packed, padded = (
+        TorchPolicyBackend(model, ActorConfig(use_remove_padding=joined)).compute_log_probs(batch, temperature=0.8)
+        for joined in (True, False)
+    )
+    rows = packed["log_probs"].rows()
+    assert apart(packed["log_probs"].values, padded["log_probs"].values) < 1e-5
+    assert apart(rows[0], rows[2]) < 1e-5 < 1e-3 < apart(rows[0], rows[1])
+    tokens = packed_tokens(batch)
+    assert (tokens.at[0] == tokens.at[2])[: len(first.prompt_ids)].all()
+    assert not (tokens.at[0] == tokens.at[1])[: len(first.prompt_ids)].any()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_update_trains_the_part_that_sees_and_can_be_saved(model, prompts, tmp_path, packed):
     asked = requests(model, prompts, sessions=1)
     made = generate(HFRolloutEngine(model), asked)
     lengths = [len(one.response_ids) for one in made]
     settings = {"ppo_mini_batch_size": 4, "ppo_micro_batch_size": 3, "optim": OptimConfig(lr=1e-2)}
-    policy = TorchPolicyBackend(model, ActorConfig(**settings))
+    policy = TorchPolicyBackend(model, ActorConfig(use_remove_padding=packed, **settings))
     before = {weight.name: weight.data.copy() for weight in policy.named_weights()}
     old = policy.compute_log_probs(as_batch(asked, made), temperature=0.8)["log_probs"]
     more = {
@@ -195,7 +213,7 @@ def test_an_update_trains_the_part_that_sees_and_can_be_saved(model, prompts, tm
     policy.save_pretrained(tmp_path / "saved")
     again = TorchPolicyBackend(tmp_path / "saved", None).compute_log_probs(as_batch(asked, made), temperature=0.8)
     now = policy.compute_log_probs(as_batch(asked, made), temperature=0.8)
-    assert np.array_equal(again["log_probs"].values, now["log_probs"].values)
+    assert apart(again["log_probs"].values, now["log_probs"].values) < 1e-5
     # the image processor is saved with it
     assert reader(tmp_path / "saved")(prompts[0].images, prompts[0].prompt_ids)
     engine = HFRolloutEngine(model)
@@ -205,13 +223,13 @@ def test_an_update_trains_the_part_that_sees_and_can_be_saved(model, prompts, tm
     assert apart(found.values, log_probs_of(fresh)) < 1e-5
 
 
-@pytest.mark.parametrize("dora", [False, True])
-def test_adapters_alone_are_trained_sent_and_saved(model, prompts, tmp_path, dora):
+@pytest.mark.parametrize(("dora", "packed"), [(False, False), (True, False), (False, True)])
+def test_adapters_alone_are_trained_sent_and_saved(model, prompts, tmp_path, dora, packed):
     lora = LoraConfig(rank=2, alpha=4, use_dora=dora)
     asked, engine = requests(model, prompts, sessions=1), HFRolloutEngine(model, lora=lora)
     made = generate(engine, asked)
     settings = {"ppo_mini_batch_size": 4, "ppo_micro_batch_size": 3, "optim": OptimConfig(lr=1e-2)}
-    policy = TorchPolicyBackend(model, ActorConfig(**settings), lora=lora)
+    policy = TorchPolicyBackend(model, ActorConfig(use_remove_padding=packed, **settings), lora=lora)
     old = policy.compute_log_probs(as_batch(asked, made), temperature=0.8)["log_probs"]
     more = {
         "response_mask": ragged([[True] * len(one.response_ids) for one in made], "bool"),
@@ -237,16 +255,17 @@ def test_adapters_alone_are_trained_sent_and_saved(model, prompts, tmp_path, dor
     assert apart(found.values, now.values) < 1e-5
 
 
-def test_a_blank_image_changes_no_log_prob(model, prompts):
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_blank_image_changes_no_log_prob(model, prompts, packed):
     """Ranks run the part that sees together, so a batch without images gets a blank one."""
     text = [one for one in requests(model, prompts, sessions=2) if not one.images]
     batch = as_batch(text, generate(HFRolloutEngine(model), text))
-    policy = TorchPolicyBackend(model, None)
+    policy = TorchPolicyBackend(model, ActorConfig(use_remove_padding=packed))
     expected = policy.compute_log_probs(batch, temperature=0.8)["log_probs"].values
     seen = list[int]()
     policy._model.model.visual.register_forward_hook(lambda *_: seen.append(1))
-    assert policy._facts.blank(1) is None
-    tokens = token_batch(batch, 0, image_token=PIECE, blank=policy._facts.blank(2))
+    assert policy._facts.blank(1) == 0
+    tokens = token_batch(batch, 0, packed=packed, image_token=PIECE, pieces=4, blank=policy._facts.blank(2))
     with torch.no_grad():
         scores = tokens.read(policy._model(**tokens.inputs, use_cache=False).logits) / 0.8
     found = scores.log_softmax(-1).gather(-1, tokens.targets[:, None])[:, 0]
@@ -254,11 +273,13 @@ def test_a_blank_image_changes_no_log_prob(model, prompts):
     assert apart(found, expected) < 1e-5
 
 
-def test_a_critic_sees_them_too(model, prompts):
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_critic_sees_them_too(model, prompts, packed):
     asked = requests(model, prompts, sessions=1)
     made = generate(HFRolloutEngine(model), asked)
     lengths = [len(one.response_ids) for one in made]
-    config = CriticConfig(ppo_mini_batch_size=4, ppo_micro_batch_size=3, cliprange_value=9, optim=OptimConfig(lr=1e-2))
+    settings = {"ppo_mini_batch_size": 4, "ppo_micro_batch_size": 3, "cliprange_value": 9}
+    config = CriticConfig(use_remove_padding=packed, optim=OptimConfig(lr=1e-2), **settings)
     critic = TorchCriticBackend(model, config, rollout_n=1, seed=0)
     first = critic.compute_values(as_batch(asked, made))["values"]
     assert not first.values.any()

@@ -112,8 +112,6 @@ def _check_sight(config: AppConfig, path: Path) -> None:
     wanted: dict[str, tuple[object, tuple[object, ...]]] = {
         "rollout.name": (config.rollout.name, (config.rollout.name if config.generator.images else "hf",)),
         "model_engine": (config.model_engine, engines),
-        "actor.use_remove_padding": (config.actor.use_remove_padding, (False,)),
-        "critic.use_remove_padding": (needs_critic(config.algorithm) and config.critic.use_remove_padding, (False,)),
     }
     for key, (got, fitting) in wanted.items():
         if got not in fitting:

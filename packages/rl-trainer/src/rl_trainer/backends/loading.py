@@ -39,7 +39,7 @@ def load_model(path: str | Path, *, packed: bool = False, dtype: torch.dtype = t
     Raises:
         ConfigError: the folder can't be read as a model; it lacks weights, which would be random,
             or they have other shapes; or `packed` a model that is not one of
-            `data.model_families.JOINED_FAMILIES`.
+            `data.model_families.JOINED_FAMILIES` or `data.images.FAMILIES`.
     """
     kind, attention = _kind(path, packed=packed)
     try:
@@ -67,14 +67,15 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _kind(path: str | Path, *, packed: bool) -> tuple[Any, dict[str, str]]:
+def _kind(path: str | Path, *, packed: bool) -> tuple[Any, dict[str, Any]]:
     """The class of the model in a folder, and its settings of attention; see `load_model`."""
-    family, attention = _family(path), dict[str, str]()
+    family, attention = _family(path), dict[str, Any]()
     if packed:
         if reason := why_padded(family):
             raise ConfigError(f"load_model.path={str(path)!r} {reason}; set UpdateConfig.use_remove_padding to false.")
         register_packed_attention()
-        attention = {"attn_implementation": PACKED_ATTENTION}
+        language = {"text_config": PACKED_ATTENTION} if family in FAMILIES else PACKED_ATTENTION
+        attention = {"attn_implementation": language}
     return AutoModelForImageTextToText if family in FAMILIES else AutoModelForCausalLM, attention
 
 
@@ -275,9 +276,9 @@ class Facts:
             patch_numbers=int(vision.in_channels * vision.temporal_patch_size * vision.patch_size**2) if vision else 0,
         )
 
-    def blank(self, ranks: int) -> tuple[int, int] | None:
+    def blank(self, ranks: int) -> int:
         """`token_batch`'s argument: ranks run each layer together, so all must see an image."""
-        return (self.pieces, self.patch_numbers) if self.image_token is not None and ranks > 1 else None
+        return self.patch_numbers if ranks > 1 else 0
 
 
 def layer_names(model: Any) -> tuple[str, ...]:

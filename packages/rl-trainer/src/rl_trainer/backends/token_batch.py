@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -80,7 +81,8 @@ def token_batch(
     packed: bool = False,
     device: torch.device = CPU,
     image_token: int | None = None,
-    blank: tuple[int, int] | None = None,
+    pieces: int = 0,
+    blank: int = 0,
 ) -> TokenBatch:
     """Join `prompts` and `responses` of every row, with the images of the prompts.
 
@@ -88,12 +90,13 @@ def token_batch(
         batch: `prompts`, `responses`; for a model with images also IMAGE_COLUMNS; where top-p or
             top-k excluded tokens also KEPT_COLUMNS; where experts are replayed also ROUTED_COLUMNS.
         pad_id: padding token.
-        packed: join sequences end to end, without their last tokens, whose outputs are not read;
-            not possible with images. Rows may share the tokens of equal prompts.
+        packed: join sequences end to end, without their last tokens, whose outputs are not read.
+            Rows may share the tokens and images of equal prompts.
         device: of the model.
         image_token: placeholder of an image; None: the model reads text only.
-        blank: patches per placeholder, numbers per patch: a batch without images gets a further
-            input row with a blank image, which is not read; None: it gets none.
+        pieces: patches per placeholder.
+        blank: numbers of a patch: a batch without images gets a further sequence with a blank
+            image, which is not read; 0: it gets none.
 
     Raises:
         BatchError: a prompt is empty, so nothing would predict the first response token; or a
@@ -104,27 +107,40 @@ def token_batch(
     place, line = joined.place, joined.row
     experts, sources = experts_at_places(batch, joined.ids.shape[1]), None
     inputs: dict[str, Any]
+    seen = None if image_token is None else _Images.of(batch, image_token, pieces)
+    if seen is not None and blank and not len(seen.grids):
+        seen = seen.with_blank(blank)
     if packed:
-        tokens = packed_tokens(batch)
+        tokens = packed_tokens(batch, further=0 if seen is None else seen.further)
         sources = tokens.at
         longest = tokens.at.shape[1]
         place = torch.from_numpy(tokens.at)[joined.row, joined.place]
         line = torch.zeros_like(joined.row)
         first = torch.from_numpy(tokens.first)
+        ids, positions = joined.ids[:, :longest], (first % longest)[None]
+        if seen is not None:
+            ids = seen.extended(ids)
+            positions = torch.from_numpy(seen.positions(ids.numpy())).flatten(1)[:, first][:, None]
         inputs = {
-            "input_ids": joined.ids[:, :longest].flatten()[first][None].to(device),
-            "position_ids": (first % longest)[None].to(device),
+            "input_ids": ids.flatten()[first][None].to(device),
+            "position_ids": positions.to(device),
             "layout": PackedLayout.of(tokens).to(device),
+            **({} if seen is None else seen.of_owners(tokens).arguments(device)),
         }
         experts = None if experts is None else experts[:, :longest].reshape(-1, *experts.shape[2:])[tokens.first]
     else:
+        ids, real = joined.ids, joined.real.long()
+        if seen is not None:
+            ids = seen.extended(ids)
+            real = torch.nn.functional.pad(real, (0, 0, 0, seen.further))
+            real[len(batch) :, 0] = 1
         inputs = {
-            "input_ids": joined.ids.to(device),
-            "attention_mask": joined.real.long().to(device),
-            **({} if image_token is None else _images(batch, joined.ids.numpy(), image_token, device)),
+            "input_ids": ids.to(device),
+            "attention_mask": real.to(device),
+            **({} if seen is None else seen.arguments(device)),
         }
-        if image_token is not None and blank is not None and "pixel_values" not in inputs:
-            inputs = _with_blank(inputs, image_token, *blank)
+        if "pixel_values" in inputs:
+            inputs["mm_token_type_ids"] = (ids == image_token).int().to(device)
         experts = None if experts is None else experts.reshape(-1, *experts.shape[2:])
     return TokenBatch(
         inputs=inputs,
@@ -140,44 +156,124 @@ def token_batch(
     )
 
 
-def packed_tokens(batch: BatchData) -> TokenNumbers:
+def packed_tokens(batch: BatchData, further: int = 0) -> TokenNumbers:
     """Number the tokens of `prompts` and `responses`, without the last token of each response.
 
-    Rows with equal prompts, whose tokens have the same experts, share the tokens of the prompt if
-    that saves at least one token in SHARED_FROM; sequences of equal length that share nothing need
-    no copies in attention.
+    Rows with equal prompts, whose tokens have the same experts and images, share the tokens of the
+    prompt if that saves at least one token in SHARED_FROM; sequences of equal length that share
+    nothing need no copies in attention. After the rows there are `further` sequences of one token.
     """
     prompts, lengths = batch.ragged("prompts"), lengths_of(batch) - (batch.ragged("responses").lengths > 0)
-    first: dict[tuple[bytes, bytes], int] = {}
+    first: dict[tuple[bytes, ...], int] = {}
     spans, experts = pairwise(prompts.offsets.tolist()), experts_of(batch)
     routed = [b"" if experts is None else experts[i][:size].tobytes() for i, size in enumerate(prompts.lengths)]
-    names = [(prompts.values[a:b].tobytes(), routed[i]) for i, (a, b) in enumerate(spans)]
+    images = [b""] * len(batch)
+    if PATCHES in batch:
+        images = [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in batch.ragged(PATCHES).rows()]
+    names = [(prompts.values[a:b].tobytes(), routed[i], images[i]) for i, (a, b) in enumerate(spans)]
     owner = np.array([first.setdefault(name, i) for i, name in enumerate(names)], np.int64)
     saved = prompts.lengths[owner != np.arange(len(owner))].sum()
     if saved * SHARED_FROM < lengths.sum():
         owner = np.arange(len(owner))
-    return TokenNumbers.of(lengths, owner, prompts.lengths)
+    alone = np.ones(further, np.int64)
+    return TokenNumbers.of(
+        np.concatenate([lengths, alone]),
+        np.concatenate([owner, len(owner) + np.arange(further)]),
+        np.concatenate([prompts.lengths, alone]),
+    )
 
 
-def _images(batch: BatchData, ids: IntArray, token: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Model arguments for the images of all rows; empty if there are none."""
-    check_responses(batch, token)
-    grids = batch.ragged(GRIDS).values
-    if not len(grids):
-        return {}
-    (depth,) = {int(one) for one in batch.ragged(PATCHES + SHAPES_SUFFIX).values[:, 1]}
-    patches: AnyArray = batch.ragged(PATCHES).values.reshape(-1, depth)
-    return image_inputs(patches, grids, ids, token, device)
+@dataclass(frozen=True, kw_only=True)
+class _Images:
+    """The images of the rows of a batch.
 
+    Attributes:
+        token: placeholder of an image.
+        pieces: patches per placeholder.
+        counts: int64 [N], images of each row.
+        grids: int64 [images, 3], patches in time, height and width.
+        patches: float32 [all patches, numbers of a patch].
+        further: 1 if the last image is a blank one in a sequence after the rows, else 0.
+    """
 
-def _with_blank(inputs: dict[str, torch.Tensor], token: int, pieces: int, numbers: int) -> dict[str, torch.Tensor]:
-    """The inputs with one more row, of a blank image of one placeholder."""
-    ids, mask = (torch.nn.functional.pad(inputs[name], (0, 0, 0, 1)) for name in ("input_ids", "attention_mask"))
-    ids[-1, 0], mask[-1, 0] = token, 1
-    side = math.isqrt(pieces)
-    patches, grid = np.zeros((pieces, numbers), np.float32), np.array([[1, side, side]], np.int64)
-    images = image_inputs(patches, grid, ids.cpu().numpy(), token, ids.device)
-    return {"input_ids": ids, "attention_mask": mask, **images}
+    token: int
+    pieces: int
+    counts: IntArray
+    grids: IntArray
+    patches: AnyArray
+    further: int = 0
+
+    @classmethod
+    def of(cls, batch: BatchData, token: int, pieces: int) -> _Images:
+        check_responses(batch, token)
+        grids, shapes = batch.ragged(GRIDS), batch.ragged(PATCHES + SHAPES_SUFFIX).values
+        (depth,) = {int(one) for one in shapes[:, 1]} or {0}
+        patches: AnyArray = batch.ragged(PATCHES).values.reshape(-1, depth) if depth else np.zeros((0, 0), np.float32)
+        return cls(token=token, pieces=pieces, counts=grids.lengths, grids=grids.values, patches=patches)
+
+    def with_blank(self, numbers: int) -> _Images:
+        """With a blank image of one placeholder, in a sequence of its own."""
+        side = math.isqrt(self.pieces)
+        return replace(
+            self,
+            counts=np.append(self.counts, 1),
+            grids=np.array([[1, side, side]], np.int64),
+            patches=np.zeros((self.pieces, numbers), np.float32),
+            further=1,
+        )
+
+    def extended(self, ids: torch.Tensor) -> torch.Tensor:
+        """[N + further, L] the token ids [N, L] of the rows, with those of the further sequence."""
+        more = torch.nn.functional.pad(ids, (0, 0, 0, self.further))
+        more[len(ids) :, 0] = self.token
+        return more
+
+    def of_owners(self, tokens: TokenNumbers) -> _Images:
+        """Without those of rows that share the tokens of a row before them."""
+        own = tokens.first[tokens.at[:, 0]] // tokens.at.shape[1] == np.arange(len(tokens.at))
+        images = np.repeat(own, self.counts)
+        patches = np.repeat(images, self.grids.prod(1))
+        return replace(
+            self, counts=np.where(own, self.counts, 0), grids=self.grids[images], patches=self.patches[patches]
+        )
+
+    def positions(self, ids: IntArray) -> IntArray:
+        """int64 [3, N, L] the positions in time, height and width of tokens [N, L] (M-RoPE,
+        arXiv:2409.12191, section 2.1).
+
+        Text has equal ones. An image begins after the largest so far, and the text behind it after
+        its largest.
+        """
+        positions, left, merged = (
+            np.empty((3, *ids.shape), np.int64),
+            iter(self.grids.tolist()),
+            math.isqrt(self.pieces),
+        )
+        for row, line in enumerate(ids):
+            at = begin = 0
+            shown = line == self.token
+            while at < len(line):
+                if shown[at]:
+                    time, high, wide = next(left)
+                    grid = time, high // merged, wide // merged
+                    end, size = at + math.prod(grid), max(grid)
+                    places = np.indices(grid).reshape(3, -1)
+                else:
+                    size = int(shown[at:].argmax()) if shown[at:].any() else len(line) - at
+                    end = at + size
+                    places = np.arange(size)
+                positions[:, row, at:end] = begin + places
+                at, begin = end, begin + size
+        return positions
+
+    def arguments(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """Arguments of a model; none without an image."""
+        if not len(self.grids):
+            return {}
+        return {
+            "pixel_values": torch.tensor(self.patches, device=device),
+            "image_grid_thw": torch.tensor(self.grids, device=device),
+        }
 
 
 def image_inputs(

@@ -120,6 +120,7 @@ class TorchCriticBackend:
             packed=self._config.use_remove_padding,
             device=self._strategy.device,
             image_token=self._model.facts.image_token,
+            pieces=self._model.facts.pieces,
             blank=self._model.facts.blank(self._strategy.world.size),
         )
 

@@ -315,6 +315,7 @@ class TorchPolicyBackend:
             packed=self._config.use_remove_padding,
             device=self._strategy.device,
             image_token=self._facts.image_token,
+            pieces=self._facts.pieces,
             blank=self._facts.blank(self._strategy.world.size),
         )
 

@@ -87,8 +87,6 @@ class RoutedLayers:
 
 def why_padded(model_type: str) -> str:
     """What a model of this `model_type` has that keeps its sequences apart; empty: nothing."""
-    if model_type in JOINED_FAMILIES:
+    if model_type in (*JOINED_FAMILIES, *FAMILIES):
         return ""
-    if model_type in FAMILIES:
-        return "sees images, which can't be joined end to end"
     return f"has model_type={model_type!r}, for which joining sequences is not tested"
