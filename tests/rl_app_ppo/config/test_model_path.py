@@ -109,16 +109,25 @@ def test_a_checkpoint_that_lacks_files_is_named(tmp_path):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
     with pytest.raises(ConfigError, match=r"lacks 1 of the files .* such as model-00002-of-00002\.safetensors"):
         find_model(str(folder))
-    with pytest.raises(ConfigError, match=r"holds no \*\.safetensors file"):
-        find_model(str(checkpoint(tmp_path / "n", "config.json")))
+    for files in ((), ("weights.safetensors",), ("pytorch_model.bin",)):
+        other = checkpoint(tmp_path / f"other-{len(files)}", "config.json", *files)
+        with pytest.raises(ConfigError, match=r"holds neither model\.safetensors nor model\.safetensors\.index\.json"):
+            find_model(str(other))
+
+
+def test_an_index_that_can_not_be_read_is_refused_with_the_key(tmp_path):
+    folder = checkpoint(tmp_path / "m", "config.json", "model.safetensors.index.json")
+    with pytest.raises(ConfigError, match=r"model\.path='.*': .*index\.json can't be read: .*`weight_map`"):
+        find_model(str(folder))
 
 
 def test_prompts_with_tokens_that_the_model_does_not_have_are_refused(base, tmp_path):
     """The tokenizer has eight tokens, the model seven embedding rows: h, the last, has none."""
     folder = tmp_path / "small"
     shutil.copytree(base, folder)
-    described = json.loads((folder / "config.json").read_text()) | {"vocab_size": 7}
-    (folder / "config.json").write_text(json.dumps(described))
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.resize_token_embeddings(7)
+    model.save_pretrained(folder)
     file = tmp_path / "a.jsonl"
     rows = [{"prompt": text, "data_source": "d", "reward_model": {"ground_truth": "a"}} for text in ("a", "h")]
 

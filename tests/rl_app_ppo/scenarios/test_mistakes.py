@@ -58,6 +58,11 @@ def folder(tmp_path_factory):
         (folder / "cut" / file.name).write_bytes(file.read_bytes())
     with (folder / "cut" / "model.safetensors").open("r+b") as weights:
         weights.truncate(5000)
+    (folder / "shallow").mkdir()
+    for file in (folder / "model").iterdir():
+        (folder / "shallow" / file.name).write_bytes(file.read_bytes())
+    described = json.loads((folder / "model" / "config.json").read_text()) | {"num_hidden_layers": 2}
+    (folder / "shallow" / "config.json").write_text(json.dumps(described))
     (folder / "foreign").mkdir()
     for file in (folder / "teacher").iterdir():
         (folder / "foreign" / file.name).write_bytes(file.read_bytes())
@@ -110,6 +115,7 @@ MISTAKES = [
     (["model.path=folder"], ["model.path='folder'", "config.json", "save_pretrained"]),
     (["model.path=untold"], ["untold", "tokenizer.json"]),
     (["model.path=cut"], ["model.path='cut': model.safetensors has 5000 bytes, and its header says ", "download the folder again"]),
+    (["model.path=shallow"], ["model.path='shallow': its weights lack 1 of the 2 layers that config.json names, such as layer 1"]),
     (["rollout.response_length=200"], ["rollout.response_length=200", "context of 128", "at most 10"]),
     (["reward.function=mth"], ["reward.function='mth'", "Did you mean 'math'?"]),
     (["--trust", "syntax.py", "reward.function=syntax.py:score"], ["reward.function='syntax.py:score'", "line 1: invalid syntax", "Fix the file"]),
@@ -135,6 +141,7 @@ MISTAKES = [
     (["algorithm=opd", "reference.path=gone"], ["reference.path='gone'", "hf download gone"]),
     (["algorithm=opd", "reference.path=untold"], ["reference.path='", "tokenizer.json"]),
     (["algorithm=opd", "reference.path=foreign"], ["reference.path='foreign' has another tokenizer", "2 tokens differ, such as '#'"]),
+    (["algorithm=opd", "reference.path=cut"], ["reference.path='cut': model.safetensors has 5000 bytes", "download the folder again"]),
     (["algorithm=opd", "reference.path=short"], ["reference.path='short' has a context of 32 tokens", "rollout.response_length"]),
     (["algorithm=opd", "reference.path=teacher", "model_engine=megatron"], ["actor.kl_loss_topk=64", "algorithm=opd_pg", "model_engine=fsdp"]),
     (["algorithm=opd", f"algorithm.teacher_context={'1+2=' * 30}"], ["teacher_context makes prompts of up to", "context of 128"]),

@@ -419,9 +419,9 @@ def test_parameters_are_counted_from_the_headers(tmp_path):
     import numpy as np
     from safetensors.numpy import save_file
 
-    save_file({"a": np.zeros((3, 4), np.float32), "b": np.zeros(5, np.float16)}, tmp_path / "m.safetensors")
+    save_file({"a": np.zeros((3, 4), np.float32), "b": np.zeros(5, np.float16)}, tmp_path / "model.safetensors")
     assert parameters(tmp_path) == 17
-    (tmp_path / "m.safetensors").write_bytes(b"\x05\0\0\0\0\0\0\0hello")
+    (tmp_path / "model.safetensors").write_bytes(b"\x05\0\0\0\0\0\0\0hello")
     with pytest.raises(ConfigError, match="no readable safetensors file"):
         parameters(tmp_path)
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import psutil
@@ -14,6 +13,7 @@ import psutil
 from rl_app_ppo.checks.role_memory import lasting_bytes
 from rl_app_ppo.config.placement import Role, shares_weights, worker_groups
 from rl_app_ppo.config.schema import AppConfig
+from rl_app_ppo.inputs.weight_files import weight_shapes
 from rl_protocol import ConfigError, SameLength
 from rl_protocol.rl_columns import ROUTED
 from rl_trainer import StepGraph
@@ -38,7 +38,7 @@ def parameters(model: Path) -> int:
     Raises:
         ConfigError: a header can't be read.
     """
-    return sum(math.prod(shape) for _, shape in _shapes(model))
+    return sum(map(math.prod, weight_shapes(model).values()))
 
 
 def trained_parameters(model: Path, lora: LoraConfig) -> int:
@@ -58,28 +58,7 @@ def matrices(model: Path) -> dict[str, Sequence[int]]:
     Raises:
         ConfigError: a header can't be read.
     """
-    return {name.removesuffix(".weight"): shape for name, shape in _shapes(model) if len(shape) == 2}
-
-
-def _shapes(model: Path) -> Iterator[tuple[str, Sequence[int]]]:
-    """(name, shape) of each tensor in a checkpoint folder."""
-    for path in sorted(model.glob("*.safetensors")):
-        try:
-            with path.open("rb") as file:
-                size = int.from_bytes(file.read(8), "little")
-                header: dict[str, dict[str, Any]] = json.loads(file.read(min(size, 100_000_000)))
-            held = path.stat().st_size
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"model.path={str(model)!r}: {path.name} is no readable safetensors file: {error}"
-            ) from error
-        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        whole = 8 + size + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
-        if held != whole:
-            raise ConfigError(
-                f"model.path={str(model)!r}: {path.name} has {held} bytes, and its header says {whole}. Copy or download the folder again."
-            )
-        yield from ((name, entry["shape"]) for name, entry in tensors.items())
+    return {name.removesuffix(".weight"): shape for name, shape in weight_shapes(model).items() if len(shape) == 2}
 
 
 def needed_bytes(

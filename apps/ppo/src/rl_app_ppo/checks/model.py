@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rl_app_ppo.checks.facts import Facts
 from rl_app_ppo.checks.memory import available_bytes, check_memory, matrices, parameters, trained_parameters
-from rl_app_ppo.config.full_keys import adapter_errors
+from rl_app_ppo.config.full_keys import adapter_errors, reference_errors
 from rl_app_ppo.config.model_path import given_reference, read_json
 from rl_app_ppo.config.placement import Role
 from rl_app_ppo.config.presets import NO_PRESET, of_demo
@@ -16,6 +16,7 @@ from rl_app_ppo.config.training_backends import TRAINING_BACKENDS
 from rl_app_ppo.demo.demos import DEMOS
 from rl_app_ppo.inputs.megatron_model import check_megatron_model
 from rl_app_ppo.inputs.tokenizer import load_tokenizer
+from rl_app_ppo.inputs.weight_files import check_weights
 from rl_protocol import ConfigError
 from rl_protocol.support.peft_config import VALUE_HEAD
 from rl_trainer import needs_critic
@@ -26,16 +27,17 @@ from rl_trainer.rewards.scorer_toml import RewardModelConfig, is_scorer_toml, re
 
 
 def check_model(facts: Facts) -> None:
-    """Check that the settings fit the model's kind, its adapter and the demo's task.
+    """Check that the model is whole, and that the settings fit it, its adapter and the demo.
 
     Raises:
-        ConfigError: they do not; names the key.
+        ConfigError: it is not, or they do not; names the key.
     """
     config, path = facts.config, facts.model
     if path is not None:
         if facts.sees_images:
             _check_sight(config, path)
         _check_padding(config, path)
+        check_weights(path, facts.model_config)
         _check_targets(config, path)
         check_megatron_model(config, path)
     _check_adapter(config, path, sees_images=facts.sees_images)
@@ -85,7 +87,8 @@ def check_models_fit(facts: Facts) -> None:
     on_gpu: set[Role] = {role for process in facts.planned if process.uses_gpus for role in process.roles}
     weights, trained = parameters(path), trained_parameters(path, config.lora)
     teacher = given_reference(config)
-    reference = None if teacher is None else parameters(teacher)
+    with reference_errors():
+        reference = None if teacher is None else parameters(teacher)
     check_memory(weights, trained, config, available_bytes(), on_gpu, reference)
 
 

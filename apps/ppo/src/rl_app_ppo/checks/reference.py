@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rl_app_ppo.config.full_keys import reference_errors
 from rl_app_ppo.config.model_path import given_reference, model_context, read_json
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.inputs.tokenizer import load_tokenizer, vision_of
+from rl_app_ppo.inputs.weight_files import check_weights
 from rl_protocol import ConfigError
 from rl_trainer.data.model_families import why_padded
 
@@ -39,8 +41,8 @@ def check_reference(config: AppConfig, vocabulary: dict[str, int], longest: int)
         longest: most tokens of a prompt and its response.
 
     Raises:
-        ConfigError: its tokenizer differs, its context is too short, it sees images, or its
-            sequences can't be joined.
+        ConfigError: it is not whole, its tokenizer differs, its context is too short, it sees
+            images, or its sequences can't be joined.
     """
     path = given_reference(config)
     if path is None:
@@ -48,10 +50,10 @@ def check_reference(config: AppConfig, vocabulary: dict[str, int], longest: int)
     named = f"reference.path={config.reference.path!r}"
     if vision_of(path) is not None:
         raise ConfigError(f"{named} sees images, which a reference policy of its own can't yet; set another model.")
-    try:
+    with reference_errors():
+        described = read_json(path / "config.json", config.reference.path)
+        check_weights(path, described)
         own = load_tokenizer(path).get_vocab()
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("model.path=", "reference.path=")) from error
     different = sorted(token for token in own.keys() | vocabulary.keys() if own.get(token) != vocabulary.get(token))
     if different:
         raise ConfigError(
@@ -64,7 +66,7 @@ def check_reference(config: AppConfig, vocabulary: dict[str, int], longest: int)
             f"{named} has a context of {context} tokens, and a prompt and its response can have {longest}; set rollout.response_length or "
             "data.max_prompt_length lower, or another reference.path."
         )
-    reason = why_padded(str(read_json(path / "config.json", config.reference.path).get("model_type", "")))
+    reason = why_padded(str(described.get("model_type", "")))
     if reason and config.actor.use_remove_padding:
         raise ConfigError(f"{named} {reason}; actor.use_remove_padding must be False, got True.")
     return path

@@ -100,6 +100,16 @@ def adapter_errors(key: str) -> Generator[None]:
         raise
 
 
+@contextmanager
+def reference_errors() -> Generator[None]:
+    """Put the key of the reference policy into the errors of a block that names `model.path`."""
+    try:
+        yield
+    except RLError as error:
+        error.message = error.message.replace("model.path=", "reference.path=")
+        raise
+
+
 class FullKeysFormatter(logging.Formatter):
     """The format of every log of a run; records have the keys of the app."""
 

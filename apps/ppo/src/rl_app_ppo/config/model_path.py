@@ -11,14 +11,15 @@ import shlex
 from pathlib import Path
 from typing import Any, cast
 
+from rl_app_ppo.config.full_keys import reference_errors
 from rl_app_ppo.config.schema import AppConfig
 from rl_protocol import ConfigError
+from rl_protocol.support.hf_checkpoint import INDEX, safetensors_files
 
 ADVICE = "Give a folder written by save_pretrained, or leave model.path empty for the demo model."
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 """`Qwen/Qwen2.5-0.5B-Instruct` or `gpt2`."""
 _NEEDED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
-_INDEX = "model.safetensors.index.json"
 
 
 def given_model(config: AppConfig) -> Path | None:
@@ -38,10 +39,8 @@ def given_reference(config: AppConfig) -> Path | None:
     """
     if not config.reference.path:
         return None
-    try:
+    with reference_errors():
         return find_model(config.reference.path)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("model.path=", "reference.path=")) from error
 
 
 def given_adapter(config: AppConfig) -> str:
@@ -93,10 +92,8 @@ def described_reference(config: AppConfig) -> Path | None:
     """As `described_model`, of the reference policy; None: it is the initial policy."""
     if not config.reference.path:
         return None
-    try:
+    with reference_errors():
         return _described(config.reference.path)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("model.path=", "reference.path=")) from error
 
 
 def _described(name: str) -> Path:
@@ -144,7 +141,7 @@ def _cached(name: str) -> Path | None:
         folder = Path(snapshot_download(name, local_files_only=True, allow_patterns=_NEEDED))
     except (LocalEntryNotFoundError, HFValidationError):
         return None
-    return folder if (folder / "config.json").exists() and _weights(folder) else None
+    return folder if (folder / "config.json").exists() and any(folder.glob("*.safetensors")) else None
 
 
 def _whole(path: Path, name: str) -> Path:
@@ -156,28 +153,27 @@ def _whole(path: Path, name: str) -> Path:
             f"model.path={name!r} holds a model and an adapter (adapter_config.json), of which transformers loads both and other engines "
             "the model only. Move the files of the adapter to a separate folder."
         )
-    weights = _weights(path)
-    missing = [shard for shard in _shards(path, name) if not (path / shard).exists()]
-    if missing:
+    missing = [file.name for file in weight_files(path, name) if not file.exists()]
+    if missing and (path / INDEX).exists():
         raise ConfigError(
-            f"model.path={name!r} lacks {len(missing)} of the files that {_INDEX} names, such as {missing[0]}. "
+            f"model.path={name!r} lacks {len(missing)} of the files that {INDEX} names, such as {missing[0]}. "
             "Copy or download the folder again."
         )
-    if (path / "config.json").exists() and not weights:
-        raise ConfigError(f"model.path={name!r} holds no *.safetensors file. {ADVICE}")
+    if missing and (path / "config.json").exists():
+        raise ConfigError(f"model.path={name!r} holds neither {missing[0]} nor {INDEX}. {ADVICE}")
     return path
 
 
-def _weights(path: Path) -> list[Path]:
-    return sorted(path.glob("*.safetensors"))
+def weight_files(path: Path, name: str) -> list[Path]:
+    """The weight files of the checkpoint folder of `model.path=name`, which need not exist.
 
-
-def _shards(path: Path, name: str) -> list[str]:
-    """The weight files that the index names; empty without an index."""
-    if not (path / _INDEX).exists():
-        return []
-    index = read_json(path / _INDEX, name)
-    return sorted({str(shard) for shard in cast("dict[str, object]", index.get("weight_map", {})).values()})
+    Raises:
+        ConfigError: the index of the files can't be read.
+    """
+    try:
+        return safetensors_files(path)
+    except ConfigError as error:
+        raise ConfigError(f"model.path={name!r}: {error}") from error
 
 
 def _about_adapter(file: Path, name: str) -> str:
