@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from prompt_rows import TEMPLATE, characters, row
@@ -76,4 +77,29 @@ def test_a_chat_template_can_not_reach_out_of_its_sandbox(template):
 
 def test_a_tokenizer_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"The tokenizer in .* can't be read"):
+        PromptEncoder.load(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{% for m in messages %}x", r"can't be read: .*needs to be closed is 'for'\."),
+        ("{{ messages | nosuch }}", r"can't be used: .*No filter named 'nosuch'\."),
+    ],
+)
+def test_a_broken_template_is_named_with_its_folder_and_what_to_fix(tmp_path, file, template, why):
+    characters().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / file).write_text(template if file.endswith("jinja") else json.dumps({"chat_template": template}))
+    with pytest.raises(ConfigError) as caught:
+        PromptEncoder.load(tmp_path).text(parse_row(row()).prompt)
+    assert re.match(f"The chat template in {tmp_path} {why} Fix it there ", str(caught.value))
+    assert "or set PromptEncoder.load to another folder" in str(caught.value)
+
+
+@pytest.mark.parametrize("config", ["[]", "{", '{"chat_template": [{"name": "default"}]}'])
+def test_a_tokenizer_config_of_another_form_is_refused(tmp_path, config):
+    characters().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(config)
+    with pytest.raises(ConfigError, match=r"The tokenizer in .* can't be read: "):
         PromptEncoder.load(tmp_path)

@@ -13,12 +13,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from tokenizers import Tokenizer
 
 from rl_protocol import ConfigError, SchemaError
 from rl_trainer.data.images import PLACEHOLDER, Vision
 from rl_trainer.data.prompt_rows import Message
 from rl_trainer.data.template_subprocess import Renderer, RunawayTemplateError, template_names
+
+_FIX = "Fix it there (chat_template.jinja, or chat_template in tokenizer_config.json), or set PromptEncoder.load to another folder."
+
+
+class _Named(msgspec.Struct, frozen=True):
+    """One of several templates in tokenizer_config.json."""
+
+    name: str
+    template: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +55,10 @@ class PromptEncoder:
         vision: how the model sees images, or the reason why it can't.
         tools: descriptions of tools, in the form of OpenAI's functions, that the template writes
             into each prompt.
+        folder: where the template is from, for messages.
 
     Raises:
-        ConfigError: there are tools, and no template that writes them.
+        ConfigError: the template does not parse, or there are tools that it does not write.
     """
 
     def __init__(
@@ -57,8 +68,10 @@ class PromptEncoder:
         special_tokens: Mapping[str, str] | None = None,
         vision: Vision | str = "the model reads only text",
         tools: Sequence[Mapping[str, Any]] = (),
+        folder: Path | None = None,
     ) -> None:
-        if tools and "tools" not in _names(template):
+        self._named = f"The chat template in {folder}" if folder else "The chat template of the tokenizer"
+        if tools and "tools" not in self._variables(template):
             raise ConfigError(
                 f"The session has {len(tools)} tools to describe in each prompt, but the {'chat template' if template else 'tokenizer'} "
                 f"{'does not use tools' if template else 'has no chat template'}. Set PromptEncoder.load to a model whose template does, or "
@@ -68,7 +81,7 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self._special = dict(special_tokens or {})
         self._tools = list(tools) or None
-        self._template = _renderer(template, self._special) if template else None
+        self._template = self._renderer(template) if template else None
         self.fingerprint = hashlib.sha256(
             json.dumps(
                 [
@@ -98,7 +111,7 @@ class PromptEncoder:
             for name in ("bos_token", "eos_token", "unk_token", "pad_token")
             if config.get(name)
         }
-        return cls(tokenizer, text, special, Vision.load(folder), tools)
+        return cls(tokenizer, text, special, Vision.load(folder), tools, folder)
 
     def text(self, messages: Sequence[Message]) -> str:
         """The text of a prompt without images.
@@ -132,9 +145,7 @@ class PromptEncoder:
         try:
             rendered = self._template.render(conversations)
         except RunawayTemplateError as error:
-            raise ConfigError(
-                f"The chat template of the tokenizer can't be used: {error}. Fix chat_template in the folder of PromptEncoder.load."
-            ) from error
+            raise ConfigError(f"{self._named} can't be used: {str(error).rstrip('.')}. {_FIX}") from error
         return [
             one if isinstance(one, str) else SchemaError(f"the chat template rejects the prompt: {one.reason}")
             for one in rendered
@@ -144,6 +155,17 @@ class PromptEncoder:
         """Token ids of prompts. Without a template, the tokenizer adds special tokens."""
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=self._template is None)
         return [one.ids for one in encoded]
+
+    def _renderer(self, template: str) -> Renderer:
+        self._variables(template)  # checks the syntax
+        return Renderer(template, {"documents": None, "add_generation_prompt": True, **self._special})
+
+    def _variables(self, template: str) -> frozenset[str]:
+        """The names of variables in a template."""
+        try:
+            return template_names(template)
+        except ValueError as error:
+            raise ConfigError(f"{self._named} can't be read: {str(error).rstrip('.')}. {_FIX}") from error
 
 
 def read_template(folder: Path, *, with_tools: bool) -> str:
@@ -159,13 +181,16 @@ def read_template(folder: Path, *, with_tools: bool) -> str:
             return file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise _unreadable(folder, error) from error
-    return _chosen(_tokenizer_config(folder).get("chat_template"), with_tools=with_tools)
+    try:
+        return _chosen(_tokenizer_config(folder).get("chat_template"), with_tools=with_tools)
+    except msgspec.ValidationError as error:
+        raise _unreadable(folder, error) from error
 
 
 def _tokenizer_config(folder: Path) -> dict[str, Any]:
     try:
         return _json(folder / "tokenizer_config.json")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, msgspec.ValidationError) as error:
         raise _unreadable(folder, error) from error
 
 
@@ -174,19 +199,6 @@ def _unreadable(folder: Path, error: Exception) -> ConfigError:
         f"The tokenizer in {folder} can't be read: {error}. Save the model's tokenizer there (tokenizer.save_pretrained), or set "
         "PromptEncoder.load to a folder that has one."
     )
-
-
-def _names(template: str) -> frozenset[str]:
-    """The names of variables in a template."""
-    try:
-        return template_names(template)
-    except ValueError as error:
-        raise ConfigError(f"The chat template of the tokenizer can't be read: {error}.") from error
-
-
-def _renderer(template: str, special: Mapping[str, str]) -> Renderer:
-    _names(template)  # checks the syntax
-    return Renderer(template, {"documents": None, "add_generation_prompt": True, **special})
 
 
 def _plain(messages: Sequence[Message], *, images: bool) -> str | SchemaError:
@@ -210,7 +222,7 @@ def _parts(content: str) -> list[dict[str, str]]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return msgspec.convert(json.loads(path.read_text(encoding="utf-8")), dict[str, Any]) if path.exists() else {}
 
 
 def _chosen(template: object, *, with_tools: bool) -> str:
@@ -218,7 +230,7 @@ def _chosen(template: object, *, with_tools: bool) -> str:
     only one.
     """
     if isinstance(template, list):
-        named: dict[str, str] = {one["name"]: one["template"] for one in template}  # pyright: ignore[reportUnknownVariableType]
+        named = {one.name: one.template for one in msgspec.convert(template, list[_Named])}
         return named["tool_use"] if with_tools and "tool_use" in named else named.get("default", "")
     return template if isinstance(template, str) else ""
 
