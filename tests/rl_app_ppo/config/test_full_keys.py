@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 
@@ -9,7 +10,7 @@ import pytest
 
 from rl_app_ppo.checks.facts import Facts
 from rl_app_ppo.checks.registry import preflight
-from rl_app_ppo.config.full_keys import FullKeysFormatter, full_keys_in_errors, with_full_keys
+from rl_app_ppo.config.full_keys import FullKeysFormatter, full_keys_in_errors, full_keys_in_logs, with_full_keys
 from rl_app_ppo.config.loading import load_config
 from rl_ckpt_engine import PluginPolicy
 from rl_protocol import CapacityTimeout, ConfigError
@@ -79,3 +80,28 @@ def test_a_refused_option_is_named_with_its_key(overrides, message):
 def test_a_log_has_the_keys():
     record = logging.LogRecord("rl", logging.WARNING, "", 0, "%s=bfloat16 is slow", ("TorchConfig.param_dtype",), None)
     assert FullKeysFormatter().format(record).endswith("WARNING rl: torch.param_dtype=bfloat16 is slow")
+
+
+def test_the_records_of_a_block_have_the_keys(caplog):
+    logger = logging.getLogger("rl")
+    with full_keys_in_logs():
+        logger.warning("%s=bfloat16 is slow", "TorchConfig.param_dtype")
+    logger.warning("%s=bfloat16 is slow", "TorchConfig.param_dtype")
+    assert caplog.messages == ["torch.param_dtype=bfloat16 is slow", "TorchConfig.param_dtype=bfloat16 is slow"]
+
+
+def test_rows_that_are_skipped_before_a_run_are_named_with_its_keys(tmp_path, caplog):
+    rows = [{"prompt": f"{i}+1=", "data_source": "sums", "reward_model": {"ground_truth": "1"}} for i in range(64)]
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "1+1="}]))
+    words = [
+        f"data.train_files={file}",
+        "data.on_bad_row=skip",
+        f"model.cache_dir={tmp_path}",
+        "data.train_batch_size=8",
+    ]
+    preflight(Facts(load_config([*words, "actor.ppo_mini_batch_size=8", "rollout.response_length=4"]), PluginPolicy()))
+    (message,) = caplog.messages
+    assert message.startswith(
+        f"1 bad row: {file}, row 65: missing fields: reward_model or ground_truth (data.ground_truth_key);"
+    )

@@ -23,7 +23,7 @@ from rl_app_ppo.checks.ray_clusters import check_address_is_read, check_cluster,
 from rl_app_ppo.checks.reference import check_reference, check_teacher_prompt
 from rl_app_ppo.checks.rewards import check_rewards, check_sources
 from rl_app_ppo.config.devices import idle_gpus
-from rl_app_ppo.config.full_keys import full_keys_in_errors
+from rl_app_ppo.config.full_keys import full_keys_in_errors, full_keys_in_logs
 from rl_app_ppo.demo.settings import ModelSettings
 from rl_app_ppo.inputs.data import check_answers, longest_teacher_prompt, train_order
 from rl_app_ppo.inputs.demo_model import check_demo_model
@@ -89,7 +89,7 @@ def findings(facts: Facts, command: Command) -> Iterator[Finding]:
             failed.add(check.name)
             continue
         try:
-            with full_keys_in_errors():
+            with full_keys_in_errors(), full_keys_in_logs():
                 text = check.look(facts) or check.fine
         except (ConfigError, OutputError) as error:
             if check.level == "error":
@@ -100,6 +100,7 @@ def findings(facts: Facts, command: Command) -> Iterator[Finding]:
 
 
 @full_keys_in_errors()
+@full_keys_in_logs()
 def preflight(facts: Facts) -> list[str]:
     """Make the checks of a run before it starts; returns the warnings.
 

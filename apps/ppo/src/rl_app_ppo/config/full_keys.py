@@ -13,6 +13,7 @@ import re
 from collections import defaultdict
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from rl_app_ppo.config.schema import AppConfig
 from rl_protocol import RLError
@@ -88,6 +89,23 @@ def full_keys_in_errors() -> Generator[None]:
     except RLError as error:
         error.message = with_full_keys(error.message)
         raise
+
+
+@contextmanager
+def full_keys_in_logs() -> Generator[None]:
+    """Put the keys of the app into the log records of a block, whichever handler writes them."""
+    make = logging.getLogRecordFactory()
+
+    def record(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        made = make(*args, **kwargs)
+        made.msg, made.args = with_full_keys(made.getMessage()), None
+        return made
+
+    logging.setLogRecordFactory(record)
+    try:
+        yield
+    finally:
+        logging.setLogRecordFactory(make)
 
 
 @contextmanager
