@@ -210,7 +210,7 @@ BAD = {
         "the chat template writes 2 image tokens for 1 images",
     ),
     "token alone": (lambda: row(None, "<|image_pad|>"), "the chat template writes 1 image tokens for 0 images"),
-    "long": (lambda: row(["big.png"]), "the prompt has 24 tokens, more than 20"),
+    "long": (lambda: row(["big.png"]), "the prompt has 24 tokens, more than DataFiles.max_prompt_length=20"),
     "videos": (lambda: row(None, videos=["a.mp4"]), "it has videos, which are not supported yet"),
 }
 

@@ -169,7 +169,10 @@ BAD_LINES = {
         json.dumps(row(prompt=[{"role": "system", "content": "a"}, {"role": "user", "content": "b"}])).encode(),
         "no chat",
     ),
-    18: (json.dumps(row("x" * 51)).encode(), "the prompt has 51 tokens, more than 50"),
+    18: (
+        json.dumps(row("x" * 51)).encode(),
+        "the prompt has 51 tokens, more than DataFiles.max_prompt_length=50 (DataFiles.filter_overlong_prompts=true leaves it out)",
+    ),
 }
 
 
@@ -226,7 +229,8 @@ def test_mixed_faults_are_grouped_with_counts_the_most_frequent_first(tmp_path, 
     assert str(caught.value).startswith(
         f"9 bad rows: 5 rows, the first {path}, row 6: missing fields: "
         f"reward_model or ground_truth (DataFiles.ground_truth_key); fields found: prompt, id; "
-        f'example: {{"prompt":"a","id":0}}; 3 rows, the first {path}, row 2: the prompt has 51 tokens, more than 50; '
+        f'example: {{"prompt":"a","id":0}}; 3 rows, the first {path}, row 2: the prompt has 51 tokens, '
+        "more than DataFiles.max_prompt_length=50 (DataFiles.filter_overlong_prompts=true leaves it out); "
         f"{path}, row 5: the prompt is empty. Fix the files"
     )
     assert "Set DataFiles.prompt_key" not in str(caught.value)

@@ -23,6 +23,7 @@ _PARAMETER = re.compile(r"\b[A-Za-z]\w+\.[a-z]\w*")
 _PASSED_ON = {
     "CheckpointWriter.folder": "trainer.output_dir",
     "CheckpointWriter.keep": "trainer.max_ckpt_to_keep",
+    "DataFiles.filter_overlong_prompts": "data.filter_overlong_prompts",
     "DataFiles.ground_truth_key": "data.ground_truth_key",
     "DataFiles.max_prompt_length": "data.max_prompt_length",
     "DataFiles.on_bad_row": "data.on_bad_row",

@@ -215,7 +215,10 @@ def _fitted(
             if files.filter_overlong_prompts:
                 tally.overlong += 1
                 return None
-            raise SchemaError(f"the prompt has {len(ids)} tokens, more than {files.max_prompt_length}")
+            raise SchemaError(
+                f"the prompt has {len(ids)} tokens, more than DataFiles.max_prompt_length={files.max_prompt_length} "
+                "(DataFiles.filter_overlong_prompts=true leaves it out)"
+            )
     except SchemaError as error:
         tally.bad.add(one.path, one.place, error)
         return None
