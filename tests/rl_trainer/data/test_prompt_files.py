@@ -150,7 +150,7 @@ BAD_LINES = {
         "missing fields: prompt (DataFiles.prompt_key), reward_model or ground_truth (DataFiles.ground_truth_key); "
         "fields found: data_source",
     ),
-    4: (json.dumps(row(prompt=12)).encode(), r"Expected `array`, got `int` - at `$.prompt`"),
+    4: (json.dumps(row(prompt=12)).encode(), "Expected `array`, got `int` - at `$.prompt` (DataFiles.prompt_key)"),
     5: (json.dumps(row(prompt=[])).encode(), "the prompt is empty"),
     6: (json.dumps(row(" ")).encode(), "the prompt is empty"),
     7: (json.dumps(row()).replace("sums", "s\\ud800").encode(), "not JSON in UTF-8"),
@@ -254,6 +254,16 @@ def test_a_prompt_that_is_a_text_is_one_message_of_the_user(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [row(question="1+2=")])
     data = open_files(files(path, prompt_key="question"), encoder, tmp_path / "cache")
     assert text_of(data[0]) == "user|1+2="
+
+
+def test_a_prompt_of_another_type_is_named_by_its_field(tmp_path, encoder):
+    rows = [row(question="1"), row(question=12), row(question=[{"role": "user"}])]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    data = open_files(files(path, prompt_key="question", on_bad_row="skip"), encoder, tmp_path / "cache")
+    assert data.report.bad_rows == (
+        f"{path}, row 2: Expected `array`, got `int` - at `$.question` (DataFiles.prompt_key)",
+        f"{path}, row 3: Object missing required field `content` - at `$.question[0]` (DataFiles.prompt_key)",
+    )
 
 
 def test_rows_without_reward_model_and_data_source_have_the_answer_in_a_field(tmp_path, encoder):

@@ -107,7 +107,9 @@ def parse_row(raw: object, prompt_key: str = "prompt", ground_truth_key: str = "
     try:
         row = msgspec.convert({**fields, "prompt": prompt}, VerlRow)
     except msgspec.ValidationError as error:
-        raise SchemaError(str(error)) from error
+        reason, found, place = str(error).partition("`$.prompt")
+        named = f"`$.{prompt_key}{place} (DataFiles.prompt_key)" if found else ""
+        raise SchemaError(f"{reason}{named}") from error
     if not any(message.content.strip() for message in row.prompt):
         raise SchemaError("the prompt is empty")
     if not row.data_source:
