@@ -22,7 +22,8 @@ def checkpoints(tmp_path):
 def test_a_replay_starts_from_the_newest_whole_checkpoint_before_the_step(checkpoints, step, before):
     found, _ = newest_whole(checkpoints, before=step)
     assert (found.manifest.step if found is not None else None) == before
-    given = load_config(["trainer.save_freq=5", "transfer_queue.durability=commit", "trainer.keep_batches=3"])
+    journal = ["transfer_queue.durability=commit", "transfer_queue.journal_dir=/x", "transfer_queue.verify=true"]
+    given = load_config(["trainer.save_freq=5", *journal, "trainer.keep_batches=3"])
     config = replayed(given, found, step, checkpoints)
     assert config.trainer.resume_mode == ("disable" if before is None else str(checkpoints / step_name(before)))
     assert (config.trainer.total_training_steps, config.trainer.save_freq) == (step, 0)

@@ -93,6 +93,13 @@ class TransferQueueConfig(Options):
             f"off with {path}backend={self.backend}, which keeps the bytes itself",
             self.durability,
         )
+        for key, value in (("journal_dir", self.journal_dir), ("verify", self.verify)):
+            require(
+                not value or self.durability != "off",
+                f"{path}{key}",
+                f"left out with {path}durability=off, which keeps no journal (set {path}durability=commit to keep one)",
+                value,
+            )
 
     @property
     def unit_bytes(self) -> int:

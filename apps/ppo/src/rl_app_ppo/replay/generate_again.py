@@ -70,7 +70,8 @@ def without_outputs(config: AppConfig, folder: Path) -> AppConfig:
         keep_batches=0,
         logger=("console",),
     )
-    return replace(config, trainer=trainer, transfer_queue=replace(config.transfer_queue, durability="off"))
+    plane = replace(config.transfer_queue, durability="off", journal_dir="", verify=False)
+    return replace(config, trainer=trainer, transfer_queue=plane)
 
 
 def _weights(run: RunFiles, replay: RunFiles, step: int) -> bool | None:
