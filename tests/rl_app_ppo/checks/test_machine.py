@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 from trust import trust
 
-from rl_app_ppo.checks import machine
+from rl_app_ppo.checks import machine, registry
 from rl_app_ppo.checks.facts import Facts
 from rl_app_ppo.checks.registry import preflight
 from rl_app_ppo.cli.main import main
@@ -187,3 +187,30 @@ def test_several_hosts_need_a_cluster_a_plane_and_a_weight_engine_that_reach_the
     machine.check_hosts(load_config(["trainer.nnodes=1", *overrides]), one_host=True)
     reached = load_config(["trainer.nnodes=2", "ray.address=auto", "transfer_queue.listen=10.0.0.1"])
     machine.check_hosts(reached, one_host=False)
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("rollout.num_workers", ()),
+        ("fsdp.world_size", (FSDP, "actor.ppo_mini_batch_size=66", "data.train_batch_size=66")),
+        ("reward.num_workers", ("reward.function=math",)),
+        ("transfer_queue.num_storage_units", ()),
+        ("trainer.threads_per_worker", ()),
+    ],
+)
+def test_more_than_sixteen_processes_or_threads_for_a_core_are_a_warning(key, words):
+    config = load_config([*words, f"{key}=33"])
+    machine.check_cores(config, plan_processes(config, 0), cores=3)
+    with pytest.raises(ConfigError, match=rf"^{key}=33 with 2 cores: .* Set at most 32 \(16 for each core\)\.$"):
+        machine.check_cores(config, plan_processes(config, 0), cores=2)
+
+
+def test_a_run_with_too_many_processes_starts_with_a_warning_that_names_them_all(monkeypatch):
+    monkeypatch.setattr(registry, "usable_cores", lambda: 1)
+    words = ("transfer_queue.num_storage_units=17", "trainer.threads_per_worker=10000", "rollout.num_workers=16")
+    (warning,) = preflight(Facts(load_config(words), PluginPolicy()))
+    both = "transfer_queue.num_storage_units=17, trainer.threads_per_worker=10000"
+    assert warning.startswith(f"warning: {both} with 1 core: ")
+    elsewhere = Facts(load_config(words), PluginPolicy(), supposed_gpus=0)
+    assert {one.what: one.level for one in registry.findings(elsewhere, "plan")}["cores"] == "ok"

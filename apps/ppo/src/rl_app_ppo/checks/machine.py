@@ -15,6 +15,9 @@ from rl_trainer.config.backends import require_gpu
 from rl_trainer.rewards import parse_terms
 from rl_trainer.rewards.scorer_toml import RewardModelConfig, is_scorer_toml, read_scorer_toml
 
+MOST_PER_CORE = 16
+"""Processes or threads of a setting for each core that are no reason to warn."""
+
 
 def check_installed_engines(config: AppConfig) -> None:
     """Check that the packages of `model_engine` and `rollout.name` are installed.
@@ -127,6 +130,32 @@ def check_sync_on_gpus(config: AppConfig, planned: Sequence[PlannedProcess], syn
                 f"checkpoint_engine.backend={config.checkpoint_engine.backend} moves weights between GPUs, and the {role} computes on the CPU. "
                 "Set checkpoint_engine.backend=shm, or have actor and rollout on GPUs; `rl plan` shows the device of each process."
             )
+
+
+def check_cores(config: AppConfig, planned: Sequence[PlannedProcess], cores: int) -> None:
+    """Check that this machine has cores for the processes and threads that the settings ask for.
+
+    Args:
+        config: the configuration of the run.
+        planned: its processes.
+        cores: those that its processes may run on.
+
+    Raises:
+        ConfigError: a setting asks for more than `MOST_PER_CORE` for each core; names all such.
+    """
+    asked = {
+        "rollout.num_workers": config.rollout.num_workers,
+        f"{config.model_engine}.world_size": sum("actor" in process.roles for process in planned),
+        "reward.num_workers": config.reward.num_workers,
+        "transfer_queue.num_storage_units": config.transfer_queue.num_storage_units,
+        "trainer.threads_per_worker": config.trainer.threads_per_worker,
+    }
+    most = MOST_PER_CORE * cores
+    if many := ", ".join(f"{key}={count}" for key, count in asked.items() if count > most):
+        raise ConfigError(
+            f"{many} with {cores} core{'s' * (cores != 1)}: so many processes or threads wait for each other, and each process takes memory. "
+            f"Set at most {most} ({MOST_PER_CORE} for each core)."
+        )
 
 
 def _asked(config: AppConfig, sync_devices: tuple[str, ...]) -> dict[str, str]:

@@ -10,6 +10,7 @@ import msgspec
 from rl_app_ppo.checks import host
 from rl_app_ppo.checks.facts import Facts
 from rl_app_ppo.checks.machine import (
+    check_cores,
     check_gpus,
     check_hosts,
     check_installed_engines,
@@ -32,6 +33,7 @@ from rl_app_ppo.outputs.metric_sinks import check_installed, logger_names
 from rl_app_ppo.outputs.run_folder import check_new, check_room
 from rl_app_ppo.outputs.run_journal import check_kept_rows
 from rl_protocol import ConfigError, OutputError
+from rl_protocol.support.host.this_process import usable_cores
 from rl_trainer import build_graph
 from rl_trainer.driver.hooks import named_hooks
 from rl_transferqueue import check_plane
@@ -188,6 +190,13 @@ def _devices(facts: Facts) -> str | None:
             return "known when the run joins the cluster"
     check_sync_on_gpus(facts.config, facts.planned, facts.sync.capabilities.devices)
     return f"{len(facts.planned)} processes on {sum(process.gpus for process in facts.planned)} GPUs"
+
+
+def _cores(facts: Facts) -> str | None:
+    if facts.elsewhere:
+        return "not looked at: the processes run on other machines"
+    check_cores(facts.config, facts.planned, usable_cores())
+    return None
 
 
 def _gpu_memory(facts: Facts) -> str | None:
@@ -367,6 +376,15 @@ CHECKS = (
         fine="none",
         used_by=PLANNED,
         remedy="trainer.n_gpus_per_node",
+        needs=frozenset({"devices"}),
+        level="warning",
+    ),
+    Check(
+        name="cores",
+        look=_cores,
+        fine="enough for the processes",
+        used_by=ALL,
+        remedy="rollout.num_workers, reward.num_workers",
         needs=frozenset({"devices"}),
         level="warning",
     ),
