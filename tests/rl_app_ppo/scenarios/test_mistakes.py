@@ -83,6 +83,7 @@ def folder(tmp_path_factory):
         "syntax.py": "def score(:\n    pass\n",
         "imports.py": "import nowhere\n\n\ndef score(*args):\n    return 1.0\n",
         "other.py": "def scoer(*args):\n    return 1.0\n",
+        "keyword.py": "def score(source, answer, truth, extra=None, *, weight):\n    return weight\n",
         "bad.yaml": "a: [1,\n",
     }
     for name, text in texts.items():
@@ -122,6 +123,7 @@ MISTAKES = [
     (["--trust", "syntax.py", "reward.function=syntax.py:score"], ["reward.function='syntax.py:score'", "line 1: invalid syntax", "Fix the file"]),
     (["--trust", "imports.py", "reward.function=imports.py:score"], ["imports.py, line 1 imports 'nowhere', which is not installed", "PYTHONPATH"]),
     (["--trust", "other.py", "reward.function=other.py:score"], ["defines no 'score'; it defines scoer", "Did you mean 'scoer'?"]),
+    (["--trust", "keyword.py", "reward.function=keyword.py:score"], ["='keyword.py:score'", "keyword.py:1 is called with 4", "'weight'"]),
     (["reward.function=other.py:scoer"], ["reward.function='other.py'", "not allowed", "add --trust other.py to the command"]),
     (["--trust", "gone.py"], ["--trust gone.py: the file can't be read: No such file"]),
     (["rollout.n=-1"], ["rollout.n must be at least 1; got -1"]),

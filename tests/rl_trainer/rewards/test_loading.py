@@ -78,19 +78,42 @@ def test_a_file_that_can_not_be_loaded_ends_the_run_before_it_begins(tmp_path, c
 
 
 @pytest.mark.parametrize(
-    ("parameters", "takes"),
+    ("parameters", "why"),
     [
-        ("response", "at most 1"),
-        ("a, b, c", "at most 3"),
-        ("a, b, c, *, extra_info=None", "at most 3"),
-        ("a, b, c, d, e", "at least 5"),
+        ("response", "too many positional arguments"),
+        ("a, b, c", "too many positional arguments"),
+        ("a, b, c, *, extra_info=None", "too many positional arguments"),
+        ("a, b, c, d, e", "missing a required argument: 'e'"),
+        ("a, /, b, c, d, e, f=None", "missing a required argument: 'e'"),
+        ("a, b, c, d=None, *, weight", "missing a required argument: 'weight'"),
+        ("*all, weight, **more", "missing a required argument: 'weight'"),
     ],
 )
 @pytest.mark.parametrize("keyword", ["def", "async def"])
-def test_a_function_that_takes_other_arguments_is_refused_before_it_runs(tmp_path, parameters, takes, keyword):
+def test_a_function_that_takes_other_arguments_is_refused_before_it_runs(tmp_path, parameters, why, keyword):
     file = write(tmp_path, f"raise RuntimeError\n{keyword} score({parameters}): ...\n")
-    with pytest.raises(ConfigError, match=rf"mine\.py:2 takes {takes} positional arguments\. It is called with 4"):
+    with pytest.raises(ConfigError, match=rf"mine\.py:2 is called with 4 positional arguments, which fails: {why}\."):
         check_reward(f"{file}:score")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "score = lambda a, b: 1.0",
+        "from functools import cache\n@cache\ndef score(a, b): ...",
+        "class Scorer:\n    def __call__(self, a): ...\nscore = Scorer()",
+    ],
+)
+def test_a_function_whose_parameters_only_running_tells_is_refused_when_it_is_loaded(tmp_path, code):
+    name = f"{write(tmp_path, code)}:score"
+    check_reward(name)
+    with pytest.raises(ConfigError, match=r"is called with 4 positional arguments, which fails: too many .* Give it"):
+        load_reward(name)
+
+
+def test_an_error_that_only_the_compiler_finds_is_named_by_its_line(tmp_path):
+    with pytest.raises(ConfigError, match=r"mine\.py, line 2: duplicate argument 'a' in function definition\. Fix"):
+        check_reward(f"{write(tmp_path, 'import os' + chr(10) + 'def score(a, a, b, c): ...')}:score")
 
 
 @pytest.mark.parametrize(
@@ -100,6 +123,7 @@ def test_a_function_that_takes_other_arguments_is_refused_before_it_runs(tmp_pat
         "def score(a, b, c, d=None, e=None, **more): ...",
         "def score(a, *rest): ...",
         "def score(a, /, b, c, d=None): ...",
+        "def score(*all, weight=1.0): ...",
         "def score(a): ...\ndef score(a, b, c, d): ...",
         "@wraps\ndef score(a): ...",
         "class score: ...",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rl_protocol.support.trusted_files import given_files, variables_for
+from rl_protocol.support.trusted_files import given_files, load_object, variables_for
 from rl_trainer.rewards import (
     Failure,
     Sample,
@@ -54,5 +54,5 @@ def test_a_failure_names_the_innermost_line_of_the_file_of_the_function(tmp_path
         assert (bad.where, missing.where) == (f"{path}:3", f"{path}:{line}")
         assert missing.description == f"raised KeyError: 'score' ({path}:{line})"
         assert good.numbers["score"] == 1.0
-    (called,) = run(load_reward(f"{path}:no_arguments", environment), samples[:1], 10)
+    (called,) = run(load_object(f"{path}:no_arguments", "function", environment), samples[:1], 10)
     assert (called.where, called.description) == (f"{path}:8", f"{called.message} ({path}:8)")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import inspect
 import os
 import shlex
 import sys
@@ -21,6 +22,7 @@ from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec
 from importlib.util import decode_source, find_spec, module_from_spec
 from pathlib import Path
+from symtable import symtable
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -139,6 +141,7 @@ def check_object(name: str, key: str, environment: Mapping[str, str] = os.enviro
     path, content = read_trusted(file, key, environment)
     try:
         tree = ast.parse(content)
+        symtable(decode_source(content), str(path), "exec")  # finds more, such as two parameters of one name
     except (SyntaxError, ValueError) as error:
         where = f"line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else str(error)
         raise ConfigError(f"{key}={name!r} can't be loaded: {path}, {where}. Fix the file.") from error
@@ -163,11 +166,9 @@ def find_object(name: str, key: str, environment: Mapping[str, str] = os.environ
     return f"{path}:{found.lineno}" if found else ""
 
 
-def positional_arguments(
-    name: str, key: str, environment: Mapping[str, str] = os.environ
-) -> tuple[int, int | None] | None:
-    """The fewest and most positional arguments that the function `path.py:name` takes, without
-    running the file; most is None: any number.
+def written_signature(name: str, key: str, environment: Mapping[str, str] = os.environ) -> inspect.Signature | None:
+    """The signature of the function `path.py:name`, without running the file; each default is an
+    ellipsis.
 
     Returns:
         None if only running the file can tell: it is no function, or one with decorators.
@@ -178,9 +179,21 @@ def positional_arguments(
     _, found = _definition(name, key, environment)
     if found is None or isinstance(found, ast.ClassDef) or found.decorator_list:
         return None
-    arguments = found.args
-    most = len(arguments.posonlyargs) + len(arguments.args)
-    return most - len(arguments.defaults), None if arguments.vararg else most
+    return inspect.Signature(list(_parameters(found.args)))
+
+
+def _parameters(given: ast.arguments) -> Iterator[inspect.Parameter]:
+    kind = inspect.Parameter
+    required = len(given.posonlyargs) + len(given.args) - len(given.defaults)
+    for place, one in enumerate([*given.posonlyargs, *given.args]):
+        how = kind.POSITIONAL_ONLY if place < len(given.posonlyargs) else kind.POSITIONAL_OR_KEYWORD
+        yield kind(one.arg, how, default=kind.empty if place < required else ...)
+    if given.vararg:
+        yield kind(given.vararg.arg, kind.VAR_POSITIONAL)
+    for one, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
+        yield kind(one.arg, kind.KEYWORD_ONLY, default=kind.empty if default is None else ...)
+    if given.kwarg:
+        yield kind(given.kwarg.arg, kind.VAR_KEYWORD)
 
 
 def _definition(

@@ -10,6 +10,7 @@ sandboxed further.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint
@@ -18,7 +19,7 @@ from typing import Any
 from rl_protocol import ConfigError
 from rl_protocol.support.options import nearest
 from rl_protocol.support.plugins import check_installed, load_installed
-from rl_protocol.support.trusted_files import check_object, find_object, load_object, positional_arguments
+from rl_protocol.support.trusted_files import check_object, find_object, load_object, written_signature
 from rl_trainer.config.registry import installed
 
 ENTRY_POINTS = "rl_trainer.rewards"
@@ -47,22 +48,22 @@ def check_reward(name: str, environment: Mapping[str, str] = os.environ) -> None
     """
     if ":" in name:
         check_object(name, KEY, environment)
-        _check_arguments(name, environment)
+        if signature := written_signature(name, KEY, environment):
+            _check_call(signature, name, environment)
     elif name not in BUILT_IN:
         check_installed(_find(name), environment)
 
 
-def _check_arguments(name: str, environment: Mapping[str, str]) -> None:
-    counts = positional_arguments(name, KEY, environment)
-    if counts is None:
-        return
-    least, most = counts
-    if least > len(ARGUMENTS) or (most is not None and most < len(ARGUMENTS)):
-        takes = f"at least {least}" if least > len(ARGUMENTS) else f"at most {most}"
+def _check_call(signature: inspect.Signature, name: str, environment: Mapping[str, str]) -> None:
+    """Check that a function of this signature takes the arguments of a reward function."""
+    try:
+        signature.bind(*ARGUMENTS)
+    except TypeError as error:
+        place = find_object(name, KEY, environment) if ":" in name else ""
         raise ConfigError(
-            f"{KEY}={name!r}: {find_object(name, KEY, environment)} takes {takes} positional arguments. It is called with {len(ARGUMENTS)}; "
-            f"give it the parameters ({', '.join(ARGUMENTS)}=None)."
-        )
+            f"{KEY}={name!r}: {place or 'it'} is called with {len(ARGUMENTS)} positional arguments, which fails: {error}. Give it the "
+            f"parameters ({', '.join(ARGUMENTS)}=None)."
+        ) from error
 
 
 def written_at(name: str, environment: Mapping[str, str] = os.environ) -> str:
@@ -75,14 +76,20 @@ def load_reward(name: str, environment: Mapping[str, str] = os.environ) -> Calla
     """Import the function.
 
     Raises:
-        ConfigError: as `check_reward`, or it can't be imported.
+        ConfigError: as `check_reward`, also for a function whose parameters only running its file
+            tells; or it can't be imported.
     """
-    if ":" in name:
-        return load_object(name, KEY, environment)
+    loaded = load_object(name, KEY, environment) if ":" in name else _load_named(name, environment)
+    if callable(loaded):
+        _check_call(inspect.signature(loaded), name, environment)
+    return loaded
+
+
+def _load_named(name: str, environment: Mapping[str, str]) -> Any:
+    """A built-in function, or one of an installed package."""
     found = _find(name)
     try:
-        loaded: Any = found.load() if name in BUILT_IN else load_installed(found, environment)
-        return loaded
+        return found.load() if name in BUILT_IN else load_installed(found, environment)
     except ConfigError:
         raise
     except Exception as error:  # boundary to user code: importing it may raise anything
