@@ -106,9 +106,9 @@ async def _start_servers(plan: ProcessPlan, stack: AsyncExitStack, screen: Scree
     try:
         with startup.phase("ray", "starting Ray"):
             await stack.enter_async_context(ray_session(config.ray, config.trainer, plan.fork_server))
-    finally:
-        local_plane = await plane
-    return local_plane
+    finally:  # an error of the plane must not replace an interrupt, which may have ended its processes
+        await asyncio.gather(plane, return_exceptions=True)
+    return await plane
 
 
 async def _load_models(
