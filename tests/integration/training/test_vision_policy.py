@@ -174,6 +174,7 @@ def test_ppo_with_a_critic_and_a_reference_that_see(tmp_path, mark, make_vision_
         *settings(make_vision_model("qwen2_5_vl"), squares),
         "critic.ppo_mini_batch_size=12",
         "actor.use_kl_loss=true",
+        f"reference.path={make_vision_model('qwen2_vl', hidden=64)}",
         "rollout.num_workers=2",
         "trainer.total_training_steps=2",
         *more,

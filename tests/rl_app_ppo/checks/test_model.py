@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import shutil
 
 import pytest
 from PIL import Image
@@ -75,6 +76,20 @@ def test_a_reward_model_would_not_see_them(overrides, tmp_path):
     trust(tmp_path / "judge.toml")
     with pytest.raises(ConfigError, match=r"sees images, which the reward model .*judge\.toml would not"):
         check(*overrides, f"reward.function={tmp_path / 'judge.toml'}")
+
+
+def test_a_teacher_of_another_size_sees_what_the_policy_sees(overrides, make_vision_model, base_model, tmp_path):
+    teacher = make_vision_model("qwen2_5_vl", hidden=64)
+    check(*overrides, f"reference.path={teacher}")
+    other = shutil.copytree(teacher, tmp_path / "other")
+    processor = json.loads((other / "preprocessor_config.json").read_text())
+    (other / "preprocessor_config.json").write_text(json.dumps(processor | {"patch_size": 8}))
+    with pytest.raises(ConfigError, match=r"reads images with patch_size=8, and the policy, .* with 4; set a model"):
+        check(*overrides, f"reference.path={other}")
+    with pytest.raises(
+        ConfigError, match="reads only text, and the policy images too; set a model that reads the same"
+    ):
+        check(*overrides, f"reference.path={base_model}")
 
 
 def test_the_context_is_that_of_the_part_that_reads_text(overrides):

@@ -7,11 +7,13 @@ import math
 from dataclasses import replace
 
 import numpy as np
+import peft
 import pytest
 import torch
 from PIL import Image
 from relative import apart
 from replay_buffers import leased
+from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from rl_protocol import BatchData, BatchError, ConfigError, RolloutError, ragged
 from rl_protocol.ports import GenerationRequest, ImageInput, SamplingParams
@@ -112,8 +114,6 @@ def test_log_probs_of_the_rollout_are_those_of_the_trainer(model, prompts, packe
 
 
 def test_it_is_what_plain_transformers_computes_without_padding(model, prompts):
-    from transformers import AutoImageProcessor, AutoModelForImageTextToText
-
     asked = requests(model, prompts, sessions=1)
     made = generate(HFRolloutEngine(model), asked)
     plain, processor = (
@@ -253,6 +253,20 @@ def test_adapters_alone_are_trained_sent_and_saved(model, prompts, tmp_path, dor
     again = TorchPolicyBackend(model, None, lora=replace(lora, adapter_path=str(tmp_path / "saved")))
     found = again.compute_log_probs(as_batch(asked, fresh), temperature=0.8)["log_probs"]
     assert apart(found.values, now.values) < 1e-5
+    assert_critic_starts_from(tmp_path / "saved", model, lora, as_batch(asked, fresh))
+
+
+def assert_critic_starts_from(folder, model, lora, batch):
+    """Check that a critic has the adapter of a policy, as peft reads it, and a head of zeros."""
+    lora = replace(lora, adapter_path=str(folder))
+    critic = TorchCriticBackend(model, CriticConfig(use_lora=True), lora=lora, rollout_n=1, seed=0)
+    assert not critic.compute_values(batch)["values"].values.any()
+    torch.nn.init.ones_(critic._model.head.weight)
+    theirs = peft.PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(model), folder).eval()
+    tokens = token_batch(batch, 0, image_token=PIECE, pieces=4)
+    with torch.no_grad():
+        hidden = tokens.read(theirs.base_model.model.model(**tokens.inputs).last_hidden_state)
+    assert apart(critic.compute_values(batch)["values"].values, hidden.sum(-1)) < 1e-5
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -27,6 +27,7 @@ from rl_app_ppo.inputs.tokenizer import load_tokenizer, vision_of
 from rl_app_ppo.outputs.resume import Start, find_start
 from rl_ckpt_engine import CheckpointEngine, PluginPolicy
 from rl_trainer import StepGraph, build_graph
+from rl_trainer.data.images import Vision
 from rl_trainer.data.model_families import RoutedLayers
 from rl_trainer.data.validation_split import PreparedPrompts
 
@@ -106,9 +107,14 @@ class Facts:
         return ModelSettings().context if self.model is None else model_context(self.model)
 
     @cached_property
+    def sight(self) -> Vision | None:
+        """How the model reads images; None: it reads only text."""
+        return None if self.model is None else vision_of(self.model)
+
+    @property
     def sees_images(self) -> bool:
         """Whether the model reads images."""
-        return self.model is not None and vision_of(self.model) is not None
+        return self.sight is not None
 
     @cached_property
     def tokenizer(self) -> Any:

@@ -10,6 +10,7 @@ from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.inputs.tokenizer import load_tokenizer, vision_of
 from rl_app_ppo.inputs.weight_files import check_weights
 from rl_protocol import ConfigError
+from rl_trainer.data.images import Vision
 from rl_trainer.data.model_families import why_padded
 
 
@@ -32,24 +33,24 @@ def check_teacher_prompt(config: AppConfig, longest: int, context: int) -> None:
         )
 
 
-def check_reference(config: AppConfig, vocabulary: dict[str, int], longest: int) -> Path | None:
+def check_reference(config: AppConfig, vocabulary: dict[str, int], longest: int, sight: Vision | None) -> Path | None:
     """Check the model of `reference.path`; returns its folder.
 
     Args:
         config: the configuration of the run.
         vocabulary: token -> id of the policy's tokenizer.
         longest: most tokens of a prompt and its response.
+        sight: how the policy reads images; None: it reads only text.
 
     Raises:
-        ConfigError: it is not whole, its tokenizer differs, its context is too short, it sees
-            images, or its sequences can't be joined.
+        ConfigError: it is not whole, its tokenizer differs, its context is too short, it reads
+            images in another way, or its sequences can't be joined.
     """
     path = given_reference(config)
     if path is None:
         return None
     named = f"reference.path={config.reference.path!r}"
-    if vision_of(path) is not None:
-        raise ConfigError(f"{named} sees images, which a reference policy of its own can't yet; set another model.")
+    _check_sight(named, vision_of(path), sight)
     with reference_errors():
         described = read_json(path / "config.json", config.reference.path)
         check_weights(path, described)
@@ -70,3 +71,19 @@ def check_reference(config: AppConfig, vocabulary: dict[str, int], longest: int)
     if reason and config.actor.use_remove_padding:
         raise ConfigError(f"{named} {reason}; actor.use_remove_padding must be False, got True.")
     return path
+
+
+def _check_sight(named: str, own: Vision | None, policy: Vision | None) -> None:
+    """Check that the reference can read the images of prompts, which are cut for the policy."""
+    if own is None or policy is None:
+        if own is not policy:
+            one, other = ("only text", "images too") if own is None else ("images", "only text")
+            raise ConfigError(f"{named} reads {one}, and the policy {other}; set a model that reads the same.")
+        return
+    for field in ("token", "patch_size", "merge_size"):
+        mine, wanted = getattr(own, field), getattr(policy, field)
+        if mine != wanted:
+            raise ConfigError(
+                f"{named} reads images with {field}={mine}, and the policy, for which prompts are made, with {wanted}; set a model of a family "
+                "that cuts images alike."
+            )

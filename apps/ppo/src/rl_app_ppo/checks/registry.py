@@ -145,7 +145,7 @@ def _reference(facts: Facts) -> None:
         longest = max(longest_teacher_prompt(config, tokenizer, rows) for rows in facts.data.values())
         check_teacher_prompt(config, longest, facts.context)
     most = longest + config.rollout.response_length
-    check_reference(facts.config, facts.tokenizer.get_vocab(), most)
+    check_reference(facts.config, facts.tokenizer.get_vocab(), most, facts.sight)
 
 
 def _hooks(facts: Facts) -> None:
