@@ -87,3 +87,15 @@ def test_a_copy_that_would_save_nothing_is_not_made() -> None:
     plane.units.reply(Measured(b"", plane.span.nbytes))
     assert plane.units.sent == []
     assert plane.capacity.used == plane.span.nbytes
+
+
+def test_a_sparse_block_that_found_no_memory_for_its_copy_is_free_with_its_last_row() -> None:
+    plane = Plane()
+    rest = plane.capacity.reserve(SESSION, plane.capacity.capacity - plane.span.nbytes)
+    plane.clear(ROWS - 4)
+    small = plan(BATCH.select_rows(np.arange(4)))
+    plane.units.reply(Measured(msgspec.msgpack.encode(small), small.payload))
+    assert (plane.units.sent, plane.freed) == ([], 1)
+    plane.clear(ROWS)
+    assert rest is not None
+    assert (plane.capacity.used, plane.freed) == (rest.nbytes, 2)

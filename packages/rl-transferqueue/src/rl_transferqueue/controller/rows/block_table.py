@@ -83,7 +83,8 @@ class BlockTable:
     _released: list[BlockRef] = field(default_factory=list[BlockRef])
     _revoked: dict[bytes, list[int]] = field(default_factory=dict[bytes, list[int]])
     _sparse: dict[int, None] = field(default_factory=dict[int, None])
-    _stalled: list[Block] = field(default_factory=list[Block])
+    _stalled: dict[int, Block] = field(default_factory=dict[int, Block])
+    """Blocks whose compaction found no memory, by slot; they stay `compacting`."""
 
     def add(self, span: Span, header: bytes, partition: str, cells: int) -> Block:
         """A new block that holds `cells` (row, column) pairs."""
@@ -121,7 +122,6 @@ class BlockTable:
             block.cells, block.compacting = 0, False
             self.epochs.advance(block.ref.slot)
             self._settle(block)
-        self._stalled = [block for block in self._stalled if block.ref.span.unit != unit]
         return np.array([block.ref.slot for block in gone], dtype=np.int64)
 
     # -- leases
@@ -206,15 +206,15 @@ class BlockTable:
         """The compaction has ended; one that `failed` for lack of memory is repeated by
         `retry_compactions`."""
         if failed and block.cells:
-            self._stalled.append(block)
+            self._stalled[block.ref.slot] = block
         else:
             block.compacting = False
             self._settle(block)
 
     def retry_compactions(self) -> None:
         """Memory became free: repeat failed compactions."""
-        stalled, self._stalled = self._stalled, []
-        for block in stalled:
+        stalled, self._stalled = self._stalled, {}
+        for block in stalled.values():
             block.compacting = False
             self._settle(block)
 
@@ -228,6 +228,8 @@ class BlockTable:
         self._sparse.pop(slot, None)
         if self.blocks.get(slot) is not block:
             return
+        if self._stalled.pop(slot, None) is not None:  # nothing is left to copy
+            block.compacting = False
         self._idle.pop(slot, None)
         if slot not in self._rowless:
             self._rowless[slot] = block
