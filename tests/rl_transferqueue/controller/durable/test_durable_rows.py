@@ -144,6 +144,29 @@ def test_changes_of_rows_that_are_being_written_wait_in_their_order() -> None:
     assert world.answers[-1] == (cleared, Cleared(3))
 
 
+def test_memory_of_a_waiting_put_is_not_reserved_again_when_its_caller_leaves() -> None:
+    world = World()
+    world.put("a", n=1)
+    late = world.put("a", n=2, data=True)
+    world.capacity.abandon(SESSION, Span(1, 0, 64))
+    taken = [world.capacity.reserve(SESSION, 4096) for _ in range(2)]
+    assert taken == [Span(0, 0, 4096), None]
+    world.end()
+    world.end()
+    assert world.puts[-1] == late
+    assert places(world, "a") == [2]
+
+
+def test_memory_of_a_put_that_waited_and_was_refused_is_free_when_its_caller_has_left() -> None:
+    world = World()
+    world.put("a")
+    refused = world.put("a", data=True, expect=(None,))
+    world.capacity.abandon(SESSION, Span(1, 0, 64))
+    world.end()
+    assert [(request, type(found)) for request, found in world.answers] == [(refused, ConflictError)]
+    assert world.capacity.used == 0
+
+
 def test_a_clear_is_applied_at_once_and_answered_later() -> None:
     world = World()
     world.put("a", "b")
@@ -154,12 +177,20 @@ def test_a_clear_is_applied_at_once_and_answered_later() -> None:
     assert (world.answers, world.gone_rows) == ([(clear, Cleared(1))], [1])
 
 
-def test_a_failed_write_changes_nothing_and_frees_the_block() -> None:
+@pytest.mark.parametrize("leaves", ["after the answer", "before"])
+def test_a_failed_write_changes_nothing_and_its_session_frees_the_block(leaves: str) -> None:
     world = World()
     put = world.put("a", data=True)
     error = OutputError("full")
+    if leaves == "before":
+        world.capacity.abandon(SESSION, Span(1, 0, 64))
+        assert world.capacity.used == 64, "the journal reads it"
     world.end(error)
-    assert (world.keys(), world.answers, world.capacity.used) == ((), [(put, error)], 0)
+    assert (world.keys(), world.answers) == ((), [(put, error)])
+    if leaves == "after the answer":
+        assert world.capacity.holders() == {SESSION: 64}, "no other put gets it before"
+        world.capacity.abandon(SESSION, Span(1, 0, 64))
+    assert world.capacity.used == 0
     world.put("a", data=True)
     world.end()
     assert world.keys() == ("a",)

@@ -17,7 +17,7 @@ SIZES = st.integers(1, 70 * ALIGN)
 
 
 class SpaceMachine(RuleBasedStateMachine):
-    """The owner of each (unit, cell) is None, a reservation of a session, or "block"."""
+    """The owner of each (unit, cell) is None, a reservation of a session, "put", or "block"."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,6 +25,8 @@ class SpaceMachine(RuleBasedStateMachine):
         self.owner: dict[tuple[int, int], object] = {(unit, i): None for unit in range(2) for i in range(64)}
         self.blocks: list[Span] = []
         self.spans: list[tuple[bytes, Span]] = []
+        self.puts: dict[tuple[bytes, Span], bool] = {}
+        """Under way -> whether the session has the range reserved again if the put fails."""
         self.reservations = 0
 
     def cells(self, span: Span) -> list[tuple[int, int]]:
@@ -49,7 +51,7 @@ class SpaceMachine(RuleBasedStateMachine):
         self.reservations += 1
         self.spans.append((session, span))
 
-    @rule(data=st.data(), end=st.sampled_from(["commit", "abandon", "other"]))
+    @rule(data=st.data(), end=st.sampled_from(["commit", "pin", "abandon", "other"]))
     def use_a_part(self, data: st.DataObject, end: str) -> None:
         if not self.spans:
             return
@@ -64,6 +66,12 @@ class SpaceMachine(RuleBasedStateMachine):
         if end == "abandon":
             self.capacity.abandon(asker, part)
             self.owner.update(dict.fromkeys(self.cells(part), None) if mine else {})
+            self.puts.update({(asker, part): False} if (asker, part) in self.puts else {})
+        elif mine and end == "pin":
+            self.capacity.check(asker, part)
+            self.capacity.pin(asker, part)
+            self.puts[asker, part] = True
+            self.owner.update(dict.fromkeys(self.cells(part), "put"))
         elif mine:
             self.capacity.check(asker, part)
             self.capacity.commit(asker, part)
@@ -80,6 +88,25 @@ class SpaceMachine(RuleBasedStateMachine):
             self.capacity.give(block)
             self.owner.update({cell: None for cell in self.cells(block) if cell in self.owner})
 
+    @rule(data=st.data(), made=st.booleans(), left=st.booleans())
+    def end_a_put(self, data: st.DataObject, made: bool, left: bool) -> None:
+        if not self.puts:
+            return
+        session, span = data.draw(st.sampled_from(list(self.puts)))
+        if left:
+            self.capacity.abandon(session, span)
+        self.capacity.unpin(session, span, made=made)
+        reserved = self.puts.pop((session, span)) and not left
+        if self.cells(span)[0] not in self.owner:
+            return
+        if made:
+            self.blocks.append(span)
+        elif reserved:
+            self.spans.append((session, span))
+            self.reservations += 1
+        owner = "block" if made else (session, self.reservations) if reserved else None
+        self.owner.update(dict.fromkeys(self.cells(span), owner))
+
     @rule(session=SESSIONS)
     def end_session(self, session: bytes) -> None:
         self.capacity.end_session(session)
@@ -87,6 +114,7 @@ class SpaceMachine(RuleBasedStateMachine):
             cell: None if isinstance(who, tuple) and who[0] == session else who for cell, who in self.owner.items()
         }
         self.spans = [(who, span) for who, span in self.spans if who != session]
+        self.puts = {(who, span): reserved and who != session for (who, span), reserved in self.puts.items()}
 
     @rule(sure=st.integers(0, 9))
     def lose(self, sure: int) -> None:

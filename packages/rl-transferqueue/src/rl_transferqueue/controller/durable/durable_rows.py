@@ -128,6 +128,9 @@ class DurableRows:
         Raises:
             RLError: as `Ledger.commit` and `Capacity.check`; nothing was changed.
         """
+        if message.block is not None:
+            self.capacity.check(caller.session, message.block)
+            self.capacity.pin(caller.session, message.block)
         self._begin(_Change(caller, message.partition, message.keys, lambda: self._write(caller, message)))
 
     def clear(self, caller: Caller, message: Clear) -> None:
@@ -171,13 +174,14 @@ class DurableRows:
 
     def _write(self, caller: Caller, message: Commit) -> None:
         ledger, block = self.ledger, message.block
-        if block is not None:
-            self.capacity.check(caller.session, block)
-        first = ledger.prepare(message.partition, message.keys, message.tags, block, message.header, message.expect)
+        try:
+            first = ledger.prepare(message.partition, message.keys, message.tags, block, message.header, message.expect)
+        except RLError:
+            self._unpin(caller, message, made=False)
+            raise
         generations = ledger.generations(message.partition, message.keys, first)
         columns, digest = dict[str, memoryview](), b""
         if block is not None:
-            self.capacity.commit(caller.session, block)
             columns[PAYLOAD] = self._payload(block, message.header)
             digest = self._digest(columns[PAYLOAD])
         record = PutRecord(
@@ -202,12 +206,11 @@ class DurableRows:
         error: OutputError | None,
     ) -> None:
         block = message.block
+        kept = error is None and (block is None or self.capacity.runs(block.unit))
+        self._unpin(caller, message, made=kept)
         if error is not None:
-            if block is not None:
-                self.capacity.give(block)
-                self.outcomes.freed()
             self.outcomes.failed(caller, error)
-        elif block is not None and not self.capacity.runs(block.unit):
+        elif block is not None and not kept:
             fresh = generations[generations >= first].tolist()
             self.journal.write(ClearRecord(tuple(fresh)), lambda _: None)
             what = f"Storage unit {block.unit} of the data plane ended during a put; repeat it."
@@ -224,6 +227,13 @@ class DurableRows:
         if not busy:
             del self._busy[message.partition]
         self._begin_waiting()
+
+    def _unpin(self, caller: Caller, message: Commit, *, made: bool) -> None:
+        """The put of a block has ended; if it was not `made`, its memory may be free."""
+        if message.block is not None:
+            self.capacity.unpin(caller.session, message.block, made=made)
+            if not made:
+                self.outcomes.freed()
 
     def _clear(self, caller: Caller, message: Clear) -> None:
         generations = tuple(self.ledger.generations(message.partition, message.keys).tolist())

@@ -58,6 +58,8 @@ class Capacity:
     _hosts: dict[int, str] = field(init=False)
     _free: dict[int, Allocator] = field(init=False)
     _gaps: dict[bytes, list[_Gap]] = field(init=False, default_factory=dict[bytes, list[_Gap]])
+    _pinned: dict[tuple[bytes, Span], bool] = field(init=False, default_factory=dict[tuple[bytes, Span], bool])
+    """Ranges of puts under way -> whether their sessions have not given them back."""
     _turn: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
@@ -146,10 +148,27 @@ class Capacity:
         """The range, which passed `check`, becomes a block; `give` frees it."""
         self._carve(session, span)
 
+    def pin(self, session: bytes, span: Span) -> None:
+        """A put of the range, which passed `check`, is under way: until `unpin` the range is not
+        free, also if the session gives it back or ends."""
+        self._carve(session, span)
+        self._pinned[session, span] = True
+
+    def unpin(self, session: bytes, span: Span, *, made: bool) -> None:
+        """The put of a pinned range has ended. If it was made, the range is a block; else the
+        session has reserved it again, or it is free if the session gave it back."""
+        reserved = self._pinned.pop((session, span))
+        if not made and reserved and span.unit in self._free:
+            self._gaps.setdefault(session, []).append(_Gap(span.unit, span.offset, span.offset + span.nbytes))
+        elif not made:
+            self.give(span)
+
     def abandon(self, session: bytes, span: Span) -> None:
         """Free a range that the session has reserved and not committed; other ranges are
         ignored."""
-        if span.nbytes and not (span.offset % ALIGN or span.nbytes % ALIGN) and self._carve(session, span):
+        if (session, span) in self._pinned:
+            self._pinned[session, span] = False
+        elif span.nbytes and not (span.offset % ALIGN or span.nbytes % ALIGN) and self._carve(session, span):
             self.give(span)
 
     def take(self, unit: int, nbytes: int) -> Span | None:
@@ -173,11 +192,15 @@ class Capacity:
         """Free what the session reserved and did not commit."""
         for gap in self._gaps.pop(session, ()):
             self.give(Span(gap.unit, gap.start, gap.stop - gap.start))
+        for owner, span in self._pinned:
+            if owner == session:
+                self._pinned[owner, span] = False
 
     def reserved(self, session: bytes, unit: int) -> tuple[Span, ...]:
         """Ranges of a unit that the session has reserved and not committed."""
         gaps = self._gaps.get(session, ())
-        return tuple(Span(unit, gap.start, gap.stop - gap.start) for gap in gaps if gap.unit == unit)
+        pinned = (span for owner, span in self._pinned if owner == session and span.unit == unit)
+        return (*(Span(unit, gap.start, gap.stop - gap.start) for gap in gaps if gap.unit == unit), *pinned)
 
     def holders(self) -> dict[bytes, int]:
         """session -> bytes it has reserved and not committed."""
