@@ -15,7 +15,7 @@ from rl_protocol.batch.columns import AnyArray
 from rl_protocol.errors import PlaneLostError, PlaneTimeout
 from rl_protocol.wire import Buffer, Header, encode, read_payload
 from rl_transferqueue.backends import Backend, BlockStore, Share, block_key, load_backend
-from rl_transferqueue.client.memory_interface import PlaneMemory
+from rl_transferqueue.client.memory_interface import PlaneMemory, wait_through
 from rl_transferqueue.memory.anchors import Anchor
 from rl_transferqueue.memory.build_batch import Groups, Piece, assemble
 from rl_transferqueue.memory.receive_pool import ReceivePool
@@ -116,10 +116,10 @@ class BackendMemory(PlaneMemory):
             async with asyncio.timeout(timeout_s):
                 return await asyncio.shield(done)
         except TimeoutError as error:
-            await asyncio.wait((done,))  # the span must not be reused while the store writes to it
+            await wait_through(done)  # the span must not be reused while the store writes to it
             raise PlaneTimeout(
                 f"The backend {self._descriptor.backend!r} did not move all bytes within {timeout_s:g} s."
             ) from error
         except asyncio.CancelledError:
-            await asyncio.wait((done,))
+            await wait_through(done)
             raise

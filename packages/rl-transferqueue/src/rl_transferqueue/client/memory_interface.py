@@ -84,5 +84,20 @@ async def copying(nbytes: int, copy: Callable[[], T]) -> T:
     try:
         return await asyncio.shield(done)
     except asyncio.CancelledError:
-        await asyncio.wait((done,))
+        await wait_through(done)
         raise
+
+
+async def wait_through(done: asyncio.Future[T]) -> None:
+    """Wait for the end of a thread's work, whose outcome nobody wants any more; a cancellation
+    meanwhile is raised after it."""
+    cancelled: asyncio.CancelledError | None = None
+    while not done.done():
+        try:
+            await asyncio.wait((done,))
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if not done.cancelled():
+        done.exception()  # mark it as retrieved
+    if cancelled is not None:
+        raise cancelled

@@ -18,7 +18,7 @@ from rl_protocol.batch.batch_data import BatchData
 from rl_protocol.batch.columns import AnyArray
 from rl_protocol.errors import PlaneLostError
 from rl_protocol.wire import Header, decode, encode
-from rl_transferqueue.client.memory_interface import OnMoved, PlaneMemory, copying
+from rl_transferqueue.client.memory_interface import OnMoved, PlaneMemory, copying, wait_through
 from rl_transferqueue.client.retries.controller_replaced import ControllerReplaced
 from rl_transferqueue.client.same_host_memory import LocalMemory
 from rl_transferqueue.memory.anchors import Anchor
@@ -210,9 +210,7 @@ class RemoteMemory(PlaneMemory):
             raise ControllerReplaced(error.message) from error
         except asyncio.CancelledError:
             transfer.end()
-            await asyncio.wait((done,))
-            if not done.cancelled():
-                done.exception()  # mark it as retrieved
+            await wait_through(done)
             raise
         finally:
             with self._lock:
