@@ -1,4 +1,5 @@
-"""An answer that races with a cancellation or a deadline is returned or reported as not taken."""
+"""An answer that fails, or races with a cancellation or a deadline, is returned or reported as not
+taken."""
 
 from __future__ import annotations
 
@@ -8,10 +9,10 @@ import socket
 import msgspec
 import pytest
 
-from rl_protocol import PlaneTimeout
+from rl_protocol import BatchError, PlaneTimeout
 from rl_transferqueue.transport.control_client import ControlClient
 from rl_transferqueue.transport.unix_link import Frames, UnixLink
-from rl_transferqueue.wire.messages import Cancel, Cleared, GetStats, Reply, Request, WaitReady
+from rl_transferqueue.wire.messages import Cancel, Cleared, Failure, GetStats, Reply, Request, WaitReady
 
 NEVER = WaitReady("never", 1, (), {}, None, 60.0)
 
@@ -45,6 +46,24 @@ def test_a_caller_has_its_answer_or_the_server_is_told_that_it_left(how: str, wh
         else:
             assert isinstance(done, asyncio.CancelledError if how == "cancel" else PlaneTimeout)
             assert [(one.body, one.received) for one in said] == [(Cancel(call.id), ()), (GetStats(), ())]
+        channel.close()
+        server.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_a_call_that_fails_gives_back_what_it_may_have_taken(takes: bool) -> None:
+    async def main() -> None:
+        here, server = socket.socketpair(socket.AF_UNIX)
+        channel = ControlClient(asyncio.get_running_loop(), UnixLink(here), "controller")
+        call = channel.start(NEVER)
+        channel._take(Reply(call.id, Failure("BatchError", "too long")))
+        with pytest.raises(BatchError, match="too long"):
+            await channel.finish(call, Cleared, 60, takes=takes)
+        channel.tell(GetStats())
+        _, *said = (msgspec.msgpack.decode(frame, type=Request) for frame in Frames().feed(server.recv(4096)))
+        assert [(one.body, one.received) for one in said] == [(Cancel(call.id), ())] * takes + [(GetStats(), ())]
         channel.close()
         server.close()
 

@@ -146,6 +146,8 @@ class ControlClient:
             self._leave(call)
             raise PlaneTimeout(f"The {self.name} of the data plane did not answer within {round(timeout_s, 3):g} s.")
         if isinstance(answer, Failure):
+            if takes:  # it may have taken rows whose description was too long for an answer
+                self._leave(call)
             raise error_of(answer)
         if not isinstance(answer, expect):
             raise WireError(f"The {self.name} answered {type(answer).__name__} where {expect.__name__} was expected.")
