@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_protocol import BatchData, PlaneLostError, dense
+from rl_protocol import BatchData, BatchError, PlaneLostError, dense
 from rl_transferqueue.memory.build_batch import Groups
 from rl_transferqueue.wire.messages import Abandon, Commit, Committed, Locate, Located, Reserve, Reserved
 from rl_transferqueue.wire.spans import BlockRef, Span
@@ -25,6 +25,8 @@ class FakeController:
         """The storage unit on which `Reserve` returns memory."""
         self.spare: Span | None = None
         """The reservation that the next `Commit` returns, if any."""
+        self.unsendable: BatchError | None = None
+        """The error of the next `Commit`, if it can't be sent."""
         self.lost = ""
         self.era = 0
         self._offset = 0
@@ -35,6 +37,9 @@ class FakeController:
 
     def start(self, request: object) -> object:
         self.requests.append(request)
+        if isinstance(request, Commit) and self.unsendable is not None:
+            error, self.unsendable = self.unsendable, None
+            raise error
         return request
 
     async def finish(self, call: object, expect: type, timeout_s: float, *, takes: bool = False) -> Any:
@@ -42,7 +47,7 @@ class FakeController:
             self._offset += 4096
             return Reserved(Span(self.unit, self._offset, 4096))
         if isinstance(call, Commit):
-            spare, self.spare = self.spare, None
+            spare, self.spare = (self.spare, None) if call.spare else (None, self.spare)
             return Committed(np.arange(len(call.keys), dtype="<i8").tobytes(), spare)
         assert isinstance(call, Locate)
         block = BlockRef(1, Span(0, 0, 64), 1)

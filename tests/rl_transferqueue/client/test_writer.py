@@ -45,6 +45,22 @@ def test_a_put_reserves_then_commits_and_the_next_put_only_commits() -> None:
     asyncio.run(main())
 
 
+def test_a_put_that_can_not_be_sent_does_not_end_reserving_ahead() -> None:
+    async def main() -> None:
+        controller, memory = FakeController(), FakeMemory()
+        writing = writer(controller, memory)
+        controller.unsendable = BatchError("a tag of more than 64 bits")
+        with pytest.raises(BatchError, match="64 bits"):
+            await writing.put(COMMIT, BATCH, deadline_after(60))
+        controller.spare = Span(1, 0, 4096)
+        await writing.put(COMMIT, BATCH, deadline_after(60))
+        await writing.put(COMMIT, BATCH, deadline_after(60))
+        assert controller.kinds() == ["Reserve", "Commit", "Reserve", "Commit", "Commit"]
+        assert memory.written[-1] == Span(1, 0, 64)
+
+    asyncio.run(main())
+
+
 def test_tags_alone_need_no_memory() -> None:
     async def main() -> None:
         controller = FakeController()

@@ -188,19 +188,23 @@ class Writer:
             span, header, nbytes = block
             spare = self._reservation.request(span.nbytes)
             request = msgspec.structs.replace(request, block=span, header=header, spare=spare)
-        call = self._controller.start(request)
         try:
-            done = await self._controller.finish(call, Committed, seconds_until(deadline), takes=request.spare > 0)
-        except BaseException as error:
+            done = await self._send(request, deadline)
+        except BaseException:
             if request.spare:
                 self._reservation.add(None)
-            if isinstance(error, PlaneTimeout):
-                raise PutTimeout(error.message, session=self._session, request=call.id) from error
             raise
         if request.spare:
             self._add_reserve(done.spare if era == self._controller.era else None)
         self.bytes_written += nbytes
         return unpack_tuple(done.generations, len(request.keys))
+
+    async def _send(self, request: Commit, deadline: float) -> Committed:
+        call = self._controller.start(request)
+        try:
+            return await self._controller.finish(call, Committed, seconds_until(deadline), takes=request.spare > 0)
+        except PlaneTimeout as error:
+            raise PutTimeout(error.message, session=self._session, request=call.id) from error
 
     def _check_era(self, era: int) -> None:
         """Raise ControllerReplaced if memory of that era is not to be used any more."""
