@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import msgspec
@@ -44,16 +45,22 @@ def open_pidfd(process: ProcessId, what: str) -> int:
     """A file descriptor that becomes readable when the process ends; the caller closes it.
 
     Raises:
-        PlaneLostError: the process is gone, or lives in another pid namespace.
+        PlaneLostError: the process is gone, or lives in another pid namespace, or this process has
+            no file descriptor left.
     """
     gone = f"{what} (pid {process.pid}) does not run on this host, or not in this pid namespace."
-    try:
-        fd = open_process(process.pid)
-    except (ProcessLookupError, OverflowError, OSError) as error:
-        raise PlaneLostError(f"{gone} {error}") from error
-    if start_of(process.pid) != process.start:
-        os.close(fd)
-        raise PlaneLostError(gone)
+    with contextlib.ExitStack() as undo:
+        try:
+            fd = open_process(process.pid)
+            undo.callback(os.close, fd)
+            start = start_of(process.pid)
+        except (ProcessLookupError, OverflowError) as error:
+            raise PlaneLostError(f"{gone} {error}") from error
+        except OSError as error:
+            raise PlaneLostError(f"{what} (pid {process.pid}) can't be watched: {error}.") from error
+        if start != process.start:
+            raise PlaneLostError(gone)
+        undo.pop_all()
     return fd
 
 
