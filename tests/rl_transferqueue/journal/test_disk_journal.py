@@ -6,6 +6,7 @@ import fcntl
 import itertools
 import os
 import random
+import resource
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from rl_transferqueue.journal.disk_journal import (
     remove_journal,
 )
 from rl_transferqueue.journal.records import ClearRecord, Journal, Origin, PutRecord, ReadPut
+from rl_transferqueue.journal.segment_files import MOST_OPEN
 from rl_transferqueue.wire.arrays import unpack_ints
 
 Reopen = Callable[[], Journal]
@@ -203,6 +205,24 @@ def test_a_real_full_disk_refuses_the_append(tmp_path: Path) -> None:
             assert 1 <= journal.recover().report.rows_kept < 10
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_journal_has_more_segments_than_the_process_may_open_files(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (MOST_OPEN + 64, hard))
+    try:
+        with open_journal(tmp_path, SEGMENT) as journal:
+            journal.recover()
+            for generation in range(1, MOST_OPEN + 65):
+                journal.append([put(generation, ids=bytes([generation % 256]) * SEGMENT)])
+                journal.sync()
+        with open_journal(tmp_path, SEGMENT) as journal:
+            assert journal.recover().report.rows_kept == MOST_OPEN + 64
+            for generation in (1, MOST_OPEN + 64):
+                (found,) = journal.read([generation], lambda _: True)
+                assert found.put.columns == {"ids": bytes([generation % 256]) * SEGMENT}
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_flipped_byte_costs_its_put_alone(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ PIECE = 1 << 20
 """Bytes to write at a time: after these, the disk begins to write what is in the page cache."""
 WINDOW = 8 << 20
 """Bytes that the page cache keeps of what is being written."""
+MOST_OPEN = 64
+"""Files that stay open; those with bytes to sync always do."""
 
 
 class SegmentFiles(Protocol):
@@ -100,6 +102,10 @@ class DiskFiles:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._open: dict[str, int] = {}
+        """The one used last is the last."""
+        self._unsynced: set[str] = set()
+        """Written since their last sync. They stay open: the kernel reports a failed write only to
+        descriptors that were open then."""
         self._cached: dict[str, _Cached] = {}
         """By file."""
 
@@ -112,11 +118,12 @@ class DiskFiles:
             os.close(handle)
             path.unlink()
             raise
-        self._open[name] = handle
+        self._keep(name, handle)
 
     def write(self, name: str, offset: int, data: Block) -> None:
         rest = memoryview(data).cast("B")
         handle = self._handle(name)
+        self._unsynced.add(name)
         cached = self._cached.setdefault(name, _Cached(offset, offset, offset))
         while rest.nbytes:
             done = os.pwrite(handle, rest, offset)
@@ -129,6 +136,7 @@ class DiskFiles:
     def sync(self, name: str) -> None:
         handle = self._handle(name)
         os.fdatasync(handle)
+        self._unsynced.discard(name)
         cached = self._cached.get(name)
         if cached is not None and cached.end - cached.start >= PIECE:
             cached.drop(handle)
@@ -155,6 +163,7 @@ class DiskFiles:
 
     def remove(self, name: str) -> None:
         self._cached.pop(name, None)
+        self._unsynced.discard(name)
         handle = self._open.pop(name, None)
         if handle is not None:
             os.close(handle)
@@ -174,6 +183,15 @@ class DiskFiles:
         self._open.clear()
 
     def _handle(self, name: str) -> int:
-        if name not in self._open:
-            self._open[name] = os.open(self._folder / name, os.O_RDWR | os.O_CLOEXEC)
-        return self._open[name]
+        handle = self._open.pop(name, None)
+        if handle is None:
+            handle = os.open(self._folder / name, os.O_RDWR | os.O_CLOEXEC)
+        self._keep(name, handle)
+        return handle
+
+    def _keep(self, name: str, handle: int) -> None:
+        """Keep the file open, and close those that were used longest ago."""
+        self._open[name] = handle
+        for old in list(self._open)[:-MOST_OPEN]:
+            if old not in self._unsynced:
+                os.close(self._open.pop(old))
