@@ -6,6 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from rl_transferqueue.transport.connection_limits import TRUSTED, Limits, Stall
 from rl_transferqueue.transport.event_loop import Reactor, Timer
@@ -18,7 +19,7 @@ class Connection:
     """One connection, with back-pressure: while the peer does not read, its frames are not handled.
 
     Lifecycle: open until `close`; if the peer ends it or exceeds a limit, it closes and calls
-    `on_closed`.
+    `on_closed`, never during `send`: who sends may be in the middle of answering several callers.
     """
 
     def __init__(
@@ -41,14 +42,18 @@ class Connection:
         """Set while bytes wait to be sent or a frame is incomplete."""
         self._timer: Timer | None = None
         self._open = True
+        self._overflowed = False
+        """It is about to end: too much waits to be sent."""
         reactor.watch(link.fileno(), self._read)
 
     def send(self, frame: bytes) -> None:
-        if not self._open or self._link.send(frame):
+        if not self._open or self._overflowed or self._link.send(frame):
             return
         self._reactor.watch(self._link.fileno(), self._flush, write=True)
         if self._link.unsent > self._limits.queue_bytes:
-            self.end(f"{self._link.unsent} bytes wait to be sent to it; the limit is {self._limits.queue_bytes}")
+            self._overflowed = True
+            why = f"{self._link.unsent} bytes wait to be sent to it; the limit is {self._limits.queue_bytes}"
+            self._reactor.call_later(0.0, partial(self.end, why))
         else:
             self._look(moved=False)
 

@@ -7,6 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import zmq
 
@@ -40,6 +41,8 @@ class _Backlog:
         self.answers: deque[bytes] = deque()
         self.requests: deque[bytes] = deque()
         self.nbytes = 0
+        self.overflowed = False
+        """Its session is about to end: too much waits for it."""
         self.stall = Stall(limits, time.monotonic())
 
 
@@ -107,8 +110,7 @@ class ZmqRouter:
             backlog = self._backlogs[session] = _Backlog(self._limits)
             self._retry_s = _FIRST_RETRY_S
             self._retry_later()
-        backlog.answers.append(frame)
-        self._grow(session, backlog, frame)
+        self._grow(session, backlog, backlog.answers, frame)
 
     def close(self) -> None:
         """Close the socket; unsent answers are dropped."""
@@ -132,13 +134,19 @@ class ZmqRouter:
             if backlog is None:
                 self._on_frame(session, frame)
             else:
-                backlog.requests.append(frame)
-                self._grow(session, backlog, frame)
+                self._grow(session, backlog, backlog.requests, frame)
 
-    def _grow(self, session: bytes, backlog: _Backlog, frame: bytes) -> None:
+    def _grow(self, session: bytes, backlog: _Backlog, frames: deque[bytes], frame: bytes) -> None:
+        """Add a frame that waits. Too much of it ends the session, but not at once: who sends may
+        be in the middle of answering several callers."""
+        if backlog.overflowed:
+            return
+        frames.append(frame)
         backlog.nbytes += len(frame)
         if backlog.nbytes > self._limits.queue_bytes:
-            self._end(session, f"{backlog.nbytes} bytes wait for it; the limit is {self._limits.queue_bytes}")
+            backlog.overflowed = True
+            why = f"{backlog.nbytes} bytes wait for it; the limit is {self._limits.queue_bytes}"
+            self._reactor.call_later(0.0, partial(self._end, session, why))
 
     def _sent(self, session: bytes, frame: bytes) -> bool | None:
         """Whether it was sent; None: the client is not connected."""
@@ -184,7 +192,7 @@ class ZmqRouter:
     def _drain(self, session: bytes, backlog: _Backlog) -> bool:
         """Send answers and handle requests as far as possible; returns whether any were."""
         moved = False
-        while self._backlogs.get(session) is backlog:
+        while self._backlogs.get(session) is backlog and not backlog.overflowed:
             if backlog.answers:
                 sent = self._sent(session, backlog.answers[0])
                 if sent is None:
@@ -215,6 +223,6 @@ class ZmqRouter:
             )
 
     def _end(self, session: bytes, why: str) -> None:
-        log.warning("session %s of another host is ended: %s", session.hex(), why)
-        del self._backlogs[session]
-        self._on_end(session)
+        if self._backlogs.pop(session, None) is not None:
+            log.warning("session %s of another host is ended: %s", session.hex(), why)
+            self._on_end(session)
