@@ -82,6 +82,32 @@ def test_a_client_continues_with_the_successor(tmp_path: Path, far: bool) -> Non
         asyncio.run(main(plane))
 
 
+@pytest.mark.parametrize("far", [False, True])
+def test_a_successor_serves_with_the_units_that_are_left(tmp_path: Path, far: bool) -> None:
+    async def main(plane: LocalPlane) -> None:
+        async with await connect(plane.descriptor) as client:
+            assert len(plane.descriptor.units) == 2
+            for i in range(4):
+                await client.put("p", [f"k{i}"], numbers(i))
+            os.kill(plane.pids[1], signal.SIGKILL)
+
+            async def is_lost() -> bool:
+                return bool((await client.stats()).lost)
+
+            await until_async(is_lost, "the unit is lost")
+            await restart(plane)
+            rows = await client.put("p", ["k4"], numbers(4))
+            assert (await client.get(rows)).dense("x").values.tolist() == [4]
+            stats = await client.stats()
+            assert (stats.lost, stats.bytes_capacity) == ({}, plane.settings.unit_bytes)
+            async with await connect(plane.descriptor) as other:
+                rows = await other.list_rows("p")
+                assert (await other.get(rows, ["x"])).dense("x").values.tolist() == [0, 1, 2, 3, 4]
+
+    with start(tmp_path, far=far) as plane:
+        asyncio.run(main(plane))
+
+
 class Load:
     """Clients that put, claim and count until they are told to stop."""
 

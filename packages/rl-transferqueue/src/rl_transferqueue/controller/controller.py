@@ -67,6 +67,8 @@ class Controller:
         self._ledger = Ledger(self._epochs, spec.incarnation)
         self._capacity = Capacity(len(spec.units), spec.unit_bytes, this_host())
         self._units = StorageUnits(self.reactor, spec.units, spec.segment, self._lose_unit)
+        for ended in set(range(len(spec.units))).difference(self._units):
+            self._capacity.lose(ended)
         handlers: dict[type, Handler] = {}
         self.server = Server(
             self.reactor,
@@ -113,8 +115,10 @@ class Controller:
 
     @property
     def arenas(self) -> tuple[int, ...]:
-        """With a journal: file descriptor of the arena of each unit, in the unit's process."""
-        return tuple(fd for _, fd in sorted(self._arena_fds.items()))
+        """With a journal: file descriptor of the arena of each unit, in the unit's process; -1: the
+        unit has ended."""
+        units = range(len(self._spec.units) if self._journal is not None else 0)
+        return tuple(self._arena_fds.get(unit, -1) for unit in units)
 
     def listen(self, host: str, key: PlaneKey, port: int = 0, bulk_port: int = 0) -> Endpoints:
         """Also serve clients of other hosts: control messages at `port`, bytes at `bulk_port`; 0:

@@ -11,7 +11,7 @@ class ControllerSpec(msgspec.Struct, frozen=True, tag=True):
     address: str
     """Path of the unix socket to listen on."""
     units: tuple[str, ...]
-    """Paths of the storage units' sockets."""
+    """Paths of the storage units' sockets; empty: the unit has ended before this controller."""
     unit_bytes: int
     """Capacity of every unit."""
     segment: int

@@ -23,7 +23,7 @@ class StorageUnits:
     """The storage units that run, by number.
 
     Args:
-        addresses: unix sockets of those of this host.
+        addresses: unix sockets of those of this host; empty: the unit has ended.
         segment: bytes of memory that a unit touches ahead of need, in one step.
         on_lost: called with the number of a unit that has ended; the unit is not in the collection
             any more.
@@ -44,7 +44,8 @@ class StorageUnits:
         """Ends of processes that a unit watches."""
         self._waits = count()
         for unit, address in enumerate(addresses):
-            self._add(unit, UnixChannels(reactor, address), this_host(), address)
+            if address:
+                self._add(unit, UnixChannels(reactor, address), this_host(), address)
 
     def __len__(self) -> int:
         return len(self._links)

@@ -106,9 +106,9 @@ class LocalPlane:
 
         Clients, also those on other hosts, continue their sessions with it: calls under way return
         or raise as if the controller had been slow, a put is made once, and no row is consumed
-        twice. The storage units stay. Rows are read from the journal when they are needed, and
-        views stay valid. A plane that listens does so at the same ports. Not for several threads at
-        once.
+        twice. The storage units that run stay. Rows are read from the journal when they are needed,
+        and views stay valid. A plane that listens does so at the same ports. Not for several
+        threads at once.
 
         Args:
             start_timeout_s: deadline for the successor to be ready, seconds.
@@ -147,10 +147,18 @@ class LocalPlane:
         return said.recovery
 
     def _successor_spec(self, spec: ControllerSpec) -> ControllerSpec:
+        assert isinstance(self._servers, list)
+        ended = [child.process.poll() is not None for child in self._servers[1:]]
+        units = tuple("" if gone else address for address, gone in zip(spec.units, ended, strict=True))
         address = socket_path(self._runtime_dir, f"c{self._incarnation}")
         ports = _ports(self._descriptor.controller)
         return msgspec.structs.replace(
-            spec, address=address, incarnation=self._incarnation, port=ports.control, bulk_port=ports.bulk
+            spec,
+            address=address,
+            units=units,
+            incarnation=self._incarnation,
+            port=ports.control,
+            bulk_port=ports.bulk,
         )
 
     def abandon_controller(self) -> None:

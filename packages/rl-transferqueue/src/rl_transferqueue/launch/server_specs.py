@@ -67,7 +67,8 @@ class Ready(msgspec.Struct, frozen=True):
     recovery: Recovery | None = None
     """None: the server has no journal."""
     arenas: tuple[int, ...] = ()
-    """Of a controller with a journal: file descriptor of the arena of each unit, in the unit."""
+    """Of a controller with a journal: file descriptor of the arena of each unit, in the unit; -1:
+    the unit has ended."""
 
 
 def heartbeat_file(runtime_dir: str | Path, pid: int) -> Path:
