@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
 from rl_protocol import BatchData, PlaneTimeout, dense
+from rl_protocol.errors import CapacityTimeout
 from rl_protocol.ports import DataPlane
 from rl_protocol.testing.memory_data_plane import MemoryDataPlane
 from rl_transferqueue import connect
@@ -118,6 +120,38 @@ def test_all_ranks_get_the_same_rows_for_a_turn(run: Callable[[Body], None]) -> 
         drawn = [key for shares in answers[0] for share in shares for key in share]
         assert sorted(drawn) == sorted(f"k{i}" for i in range(24))
         assert (await planes[0].stats()).rows[draws_of("p")] == 3
+
+    run(body)
+
+
+@pytest.mark.parametrize("how", ["cancelled", "failed"])
+def test_rows_of_a_choice_that_is_not_published_can_be_drawn_again(
+    run: Callable[[Body], None], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    async def body(client: Callable[[], Awaitable[DataPlane]]) -> None:
+        plane, other = await client(), await client()
+        await fill(plane, range(4))
+        await draw(plane, Sequential(), wanted(count=1), turn="0")
+        put = plane.put
+
+        async def put_or_leave(partition: str, keys: list[str], data: BatchData | None = None, **more: Any) -> Any:
+            if data is None:
+                return await put(partition, keys, **more)
+            if how == "failed":
+                raise CapacityTimeout("the plane is full")
+            drawing.cancel()
+            return await asyncio.sleep(60)
+
+        monkeypatch.setattr(plane, "put", put_or_leave)
+        drawing = asyncio.ensure_future(draw(plane, Sequential(), wanted(count=2), turn="1"))
+        with pytest.raises(CapacityTimeout if how == "failed" else asyncio.CancelledError):
+            await drawing
+        monkeypatch.undo()
+        assert (await other.consumption_status("p", task="t")).flags.tolist() == [True, False, False, False]
+        (rows,) = await draw(other, Sequential(), wanted(count=3), turn="1")
+        assert rows.keys == ("k1", "k2", "k3")
+        for partition in ("p", draws_of("p")):
+            await plane.clear(partition)
 
     run(body)
 

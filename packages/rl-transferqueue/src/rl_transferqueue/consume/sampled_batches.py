@@ -120,11 +120,14 @@ class _Drawing:
                 except MissingDataError:
                     version = await self._wait(draws, version, "another process is choosing", {"turn": turn})
                     continue
+            shares: list[list[str]] = []
             try:
                 shares = await self.choose()
                 await self._plane.put(draws, [turn], BatchData({_SHARES: ObjectColumn.from_values([shares])}))
             except BaseException:
-                await self._plane.clear(draws, [turn])  # another process may choose
+                await self._plane.clear(draws, [turn])  # another process may choose, also these rows
+                keys = [key for share in shares for key in share]
+                await self._plane.reset_consumption(self._settings.partition, task=self._settings.task, keys=keys)
                 raise
             return shares
 
