@@ -29,6 +29,7 @@ from rl_transferqueue.journal.disk_journal import (
     open_journal,
     remove_journal,
 )
+from rl_transferqueue.journal.journal_index import JournalIndex
 from rl_transferqueue.journal.records import ClearRecord, Journal, Origin, PutRecord, ReadPut
 from rl_transferqueue.journal.segment_files import MOST_OPEN
 from rl_transferqueue.wire.arrays import unpack_ints
@@ -141,6 +142,18 @@ def test_compaction_keeps_the_live_rows_and_removes_their_old_segments(reopen: R
     assert {it.generations: bytes(it.columns["ids"]) for it in found.puts} == {
         (it,): bytes([it]) * 1000 for it in (4, 8, 12)
     }
+
+
+def test_a_compaction_without_sparse_segments_looks_at_no_put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_journal(tmp_path, SEGMENT) as journal:
+        journal.recover()
+        journal.append([put(1, ids=bytes(SEGMENT)), put(2, ids=bytes(SEGMENT)), ClearRecord((2,))])
+
+        def refuse(*_: object) -> None:
+            raise AssertionError("a plane has as many puts as rows, and compacts after each clear")
+
+        monkeypatch.setattr(JournalIndex, "puts_in", refuse)
+        assert journal.compact() == 0
 
 
 def test_a_failed_sync_ends_the_journal() -> None:

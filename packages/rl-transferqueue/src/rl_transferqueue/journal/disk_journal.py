@@ -154,6 +154,8 @@ class DiskJournal:
                 for number, live in self._index.live_bytes().items()
                 if number not in self._segments.in_use and live < COMPACT_BELOW * self._segments.size(number)
             }
+            if not victims:
+                return self._remove_unreferenced()
             moved: list[StoredPut] = []
             for put in self._index.puts_in(victims):
                 record = self._read(put)
