@@ -209,6 +209,9 @@ def test_misuse_is_refused() -> None:
         b.add(["a"], 1)
     with pytest.raises(BatchError, match="0 sessions"):
         b.add(["b"], 0)
+    with pytest.raises(BatchError, match="'c'"):
+        b.add(["b", "c", "c"], 1)
+    assert list(b.groups) == ["a"]
     b.start(1, 3, 0.0)
     with pytest.raises(BatchError, match="never decrease"):
         b.take(1, 2)

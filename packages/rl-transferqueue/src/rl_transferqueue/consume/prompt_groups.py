@@ -126,11 +126,13 @@ class GroupBook:
         sizes = [size] * len(uids) if isinstance(size, int) else size
         if len(sizes) != len(uids):
             raise BatchError(f"Each of {len(uids)} groups needs a size; got {len(sizes)} sizes.")
-        for place, (uid, its) in enumerate(zip(uids, sizes, strict=True)):
-            if uid in self.groups or uid in uids[:place] or its < 1:
+        seen = set(self.groups)
+        for uid, its in zip(uids, sizes, strict=True):
+            if uid in seen or its < 1:
                 raise BatchError(
                     f"Group {uid!r} of {its} sessions can't be added: it is already there, or has no session."
                 )
+            seen.add(uid)
         for uid, its in zip(uids, sizes, strict=True):
             self.restore(Group(uid=uid, size=its, order=self._order))
         self.changed |= set(uids)
