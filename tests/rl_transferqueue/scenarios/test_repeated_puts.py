@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from polling import until_async
 
 from rl_protocol import BatchData, BatchError, ConflictError, PlaneTimeout, dense
 from rl_transferqueue import Client, LocalPlane, PutTimeout, TransferQueueConfig, connect, start_local_plane
 from rl_transferqueue.controller.put_answers import KEPT
-from rl_transferqueue.wire.messages import Committed, Recalled, Reply
+from rl_transferqueue.wire.messages import Commit, Committed, Recalled, Reply
 
 SMALL = {"num_storage_units": 1, "capacity_mb": 8, "segment_mb": 1}
 
@@ -140,6 +141,34 @@ def test_a_compare_and_set_that_times_out_at_a_stopped_controller_is_made_once(
             with pytest.raises(BatchError, match="another one"):
                 await other.put("p", ["a"], **swap, again=second.value)
             await client.clear("p")
+
+    asyncio.run(main())
+
+
+def test_a_put_that_was_left_reserves_no_memory_for_later_ones(plane: LocalPlane) -> None:
+    async def main() -> None:
+        async with await connect(plane.descriptor) as client:
+
+            async def commits() -> bool:
+                return any(isinstance(call.body, Commit) for call in client._controller._pending.values())
+
+            async def nothing_is_reserved() -> bool:
+                client._writer.give_back_reserve()
+                return not (await client.stats()).bytes_reserved
+
+            await client.put("left", ["a"], BatchData({"x": dense(np.zeros(1))}))  # reserves 64 KiB ahead
+            os.kill(plane.pids[0], signal.SIGSTOP)
+            try:
+                putting = asyncio.create_task(client.put("left", ["b"], BatchData({"x": dense(np.zeros((1, 5000)))})))
+                await until_async(commits, "the put is sent")
+                putting.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await putting
+            finally:
+                os.kill(plane.pids[0], signal.SIGCONT)
+            assert (await client.wait_ready("left", count=2, fields=["x"], timeout_s=60)).keys == ("a", "b")
+            await until_async(nothing_is_reserved, "all memory that is reserved is the client's to give back")
+            await client.clear("left")
 
     asyncio.run(main())
 

@@ -23,6 +23,8 @@ class PutAnswers:
         self._made: dict[int, bytes] = {}
         self._under_way: dict[int, list[int]] = {}
         """Put -> requests that wait for its end."""
+        self._left: set[int] = set()
+        """Those of them whose callers do not wait."""
         self._forgotten = 0
         """The last put whose answer is not kept any more."""
 
@@ -42,6 +44,15 @@ class PutAnswers:
         """The put is answered later, with `end`."""
         self._under_way[put] = []
 
+    def leave(self, put: int) -> None:
+        """The caller of a put does not wait for its answer any more."""
+        if put in self._under_way:
+            self._left.add(put)
+
+    def has_left(self, put: int) -> bool:
+        """Whether the caller of a put that is under way has left."""
+        return put in self._left
+
     def end(self, put: int, generations: bytes | None) -> tuple[int, ...]:
         """A put was made, with the packed generations of its rows, or has failed (None).
 
@@ -55,6 +66,7 @@ class PutAnswers:
                 oldest = next(iter(made))
                 del made[oldest]
                 self._forgotten = max(self._forgotten, oldest)
+        self._left.discard(put)
         return tuple(self._under_way.pop(put, ())) if self._under_way else ()
 
     def recall(self, put: int, by: int) -> Recalled | None:

@@ -129,7 +129,9 @@ class RowRequests:
 
     def committed(self, caller: Caller, message: Commit, generations: Ints | range, served: Served) -> None:
         """Part of `Outcomes`."""
-        spare = self._memory.spare(caller, message.spare) if self._sessions.find(caller.session) is not None else None
+        session = self._sessions.find(caller.session)
+        waits = session is not None and not session.puts.has_left(caller.request)
+        spare = self._memory.spare(caller, message.spare) if waits else None
         if message.block is not None:
             self.columns.put(message.header)
         packed = pack_ints(generations)

@@ -160,7 +160,10 @@ class SessionRequests:
         if waiting is not None:
             waiting.leave()
         session = self._sessions.find(caller.session)
-        taken = session.unacknowledged.pop(message.request) if session is not None else None
+        taken = None
+        if session is not None:
+            taken = session.unacknowledged.pop(message.request)
+            session.puts.leave(message.request)
         if taken is not None:
             self._give_back(caller.session, taken)
             if isinstance(taken, TakenRows) and self._rows.consumed is not None:
