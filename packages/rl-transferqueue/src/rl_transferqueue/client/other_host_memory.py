@@ -61,6 +61,12 @@ class _Transfer:
             if self._ended:
                 raise PlaneLostError("This transfer was cancelled, or its client is closed.")
 
+    def release(self) -> bool:
+        """Hold the connection no more; returns whether others can use it."""
+        with self._lock:
+            self._connection = None
+            return not self._ended
+
     def end(self) -> None:
         with self._lock:
             self._ended = True
@@ -232,8 +238,9 @@ class RemoteMemory(PlaneMemory):
         except BaseException:
             connection.close()
             raise
+        usable = transfer.release()
         with self._lock:
-            keep = not self._closed
+            keep = usable and not self._closed
             if keep:
                 self._idle[unit].append(connection)
         if not keep:
