@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import msgspec
@@ -32,6 +34,7 @@ from rl_protocol import (
 )
 from rl_protocol.errors import WireError
 from rl_protocol.support.heartbeat import read_beat
+from rl_protocol.support.host.portable import uses_linux
 from rl_protocol.wire import plan
 from rl_transferqueue import Client, LocalPlane, PlaneDescriptor, TransferQueueConfig, connect, start_local_plane
 from rl_transferqueue.transport.unix_link import Frames
@@ -363,6 +366,26 @@ def test_close_ends_everything_and_may_be_called_twice(tmp_path: Path) -> None:
 def test_children_do_not_hear_the_terminal(tmp_path: Path) -> None:
     with start_local_plane(SMALL) as plane:
         assert all(os.getsid(pid) == pid for pid in plane.pids)
+
+
+@pytest.mark.skipif(not uses_linux(), reason="the limit stays as it is")
+def test_a_plane_serves_more_clients_than_the_limit_of_its_shell_allows() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = max(int(path.name) for path in Path("/proc/self/fd").iterdir()) + 32  # enough to start a plane here
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+    try:
+        plane = start_local_plane(SMALL)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            clients = [await stack.enter_async_context(await connect(plane.descriptor)) for _ in range(few // 2)]
+            await clients[0].put("p", ["a"], tags=[{"n": 1}])
+            assert (await clients[-1].list_rows("p")).keys == ("a",)
+
+    with plane:
+        asyncio.run(main())
 
 
 def test_a_child_that_does_not_come_up_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import resource
 import shutil
 import sys
 from typing import TypeAlias
@@ -19,6 +20,7 @@ import zmq
 
 from rl_protocol.errors import ConfigError, PlaneLostError, RLError
 from rl_protocol.support.heartbeat import beat
+from rl_protocol.support.host.portable import uses_linux
 from rl_protocol.support.stack_dumps import dump_at_signal
 from rl_transferqueue.backends import BUILT_IN, Share
 from rl_transferqueue.controller.controller import Controller
@@ -48,6 +50,7 @@ def main(arguments: list[str]) -> int:
     gc.set_threshold(50_000, 20, 1_000_000)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     dump_at_signal()
+    _raise_file_limit()
     config = msgspec.json.decode(arguments[0], type=ServeConfig)
     try:
         _serve(config)
@@ -55,6 +58,14 @@ def main(arguments: list[str]) -> int:
         log.error("%s", error)
         return 1
     return 0
+
+
+def _raise_file_limit() -> None:
+    """Open as many files as this process may: each client takes two, and the limit of shells is
+    1024."""
+    if uses_linux():  # macOS refuses its own hard limit
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _serve(config: ServeConfig) -> None:
