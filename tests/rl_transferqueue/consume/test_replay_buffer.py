@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rl_protocol import KVBatchMeta, PlaneLostError, RLError, RolloutError
+from rl_protocol import KVBatchMeta, PlaneLostError, PlaneTimeout, RLError, RolloutError
 from rl_protocol.batch.kv_batch_meta import Scalar
 from rl_protocol.ports import DataPlane, GroupFailure, Lease, RowChanges, SessionResult, settle
 from rl_protocol.ports.replay import SETTLED_SUFFIX
@@ -295,6 +295,29 @@ def test_what_a_cancelled_caller_would_have_got_is_not_lost() -> None:
                 await asyncio.wait_for(buffer.take(1, version=0, timeout_s=60), 0.05)
             plane.slow = False
             assert len(await buffer.take(1, version=0, timeout_s=60)) == 1
+
+    asyncio.run(main())
+
+
+def test_a_plane_that_answers_late_is_asked_again() -> None:
+    class Late(MemoryDataPlane):
+        late = 0
+
+        async def watch(self, *args: Any, **kwargs: Any) -> RowChanges:
+            if self.late:
+                self.late -= 1
+                raise PlaneTimeout("no answer within 1 s")
+            return await super().watch(*args, **kwargs)
+
+    async def main() -> None:
+        plane = Late()
+        async with ReplayBuffer(plane, "p", CONFIG) as buffer:
+            plane.late = 2
+            await buffer.add(["a"], 1)
+            (lease,) = await buffer.lease(1, version=0, timeout_s=60)
+            await settle_all(plane, lease)
+            assert len(await buffer.take(1, version=0, timeout_s=60)) == 1
+            assert plane.late == 0
 
     asyncio.run(main())
 

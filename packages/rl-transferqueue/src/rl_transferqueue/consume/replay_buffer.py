@@ -219,7 +219,10 @@ class ReplayBuffer:
                 now, expiry = self._clock(), self._book.next_expiry()
                 # A lease that starts during the wait ends later than `lease_s` from now.
                 seconds = self._config.lease_s if expiry is None else min(max(0.0, expiry - now), self._config.lease_s)
-                changes = await self._plane.watch(self._settled, since=self._seen, timeout_s=seconds)
+                try:
+                    changes = await self._plane.watch(self._settled, since=self._seen, timeout_s=seconds)
+                except PlaneTimeout:  # the controller is slow, or is being replaced: callers have their own deadlines
+                    continue
                 async with self._changed:
                     self._seen = changes.version
                     for tag in changes.rows.tags:
