@@ -7,11 +7,11 @@ import contextlib
 import errno
 import gc
 import os
+import resource
 import socket
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -378,8 +378,10 @@ def test_what_waits_for_a_client_over_tcp_is_bounded(tmp_path: Path) -> None:
     it.server.close()
 
 
-def test_a_client_of_another_host_that_is_ended_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("descriptors", ["left", "used up"])
+def test_a_client_of_another_host_that_is_ended_sees_it(monkeypatch: pytest.MonkeyPatch, descriptors: str) -> None:
     """The controller can't send to it, but can close its lifeline, which is another connection."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     servers: list[Server] = []
 
     def capture(*arguments: Any, **more: Any) -> Server:
@@ -394,7 +396,15 @@ def test_a_client_of_another_host_that_is_ended_sees_it(monkeypatch: pytest.Monk
             await client.put("p", ["a"], rows_of(1, MIB))
             waiting = asyncio.ensure_future(client.wait_ready("p", count=2, timeout_s=60))
             (server,) = servers
-            server._reactor.call_later(0, partial(server._on_end, client._route.session))
+
+            def end() -> None:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft if descriptors == "left" else 0, hard))
+                try:
+                    server._on_end(client._route.session)
+                finally:
+                    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+            server._reactor.call_later(0, end)
             await other.stats()
             with pytest.raises(PlaneLostError):
                 await waiting

@@ -26,7 +26,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 from collections.abc import Sequence
 from typing import Annotated, TypeAlias
@@ -172,8 +171,10 @@ def as_lifeline(connection: socket.socket) -> int:
 
 def hang_up(lifeline: int) -> None:
     """Close this side of a lifeline; the end of the peer can still be seen."""
-    with socket.socket(fileno=os.dup(lifeline)) as connection, contextlib.suppress(OSError):
+    connection = socket.socket(fileno=lifeline)
+    with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_WR)
+    connection.detach()
 
 
 class Outgoing:
