@@ -4,6 +4,7 @@
         [--vary trainer.seed] [--steps N] [--set KEY=VALUE ..] [--smoke]
     uv run benchmarks/bench_learning.py --tool [--seeds 0,1,2]  # the demo with and without its tool
     uv run benchmarks/bench_learning.py --teacher [--seeds 0,1,2]  # on-policy distillation and GRPO
+    uv run benchmarks/bench_learning.py --methods  # one run with each of METHODS
 
 Runs the app as a user would, one process after the other, with a separate cache, so that the first
 run of a data seed includes its warm-up. The task is addition with the units first, to compare with
@@ -41,6 +42,24 @@ GOOD = 0.90
 """Accuracy to which the steps of a student and its teacher are counted."""
 TEACHER = 0.95
 """Least accuracy of a teacher."""
+_PER_RESPONSE = "actor.loss_agg_mode=seq-mean-token-mean"
+METHODS = {
+    "grpo": [],
+    "dro": ["actor.policy_loss.loss_mode=dro"],
+    "topr": ["actor.policy_loss.loss_mode=topr"],
+    "kimi_k15": ["actor.policy_loss.loss_mode=kimi_k15", _PER_RESPONSE],
+    "luspo": ["actor.policy_loss.loss_mode=luspo", _PER_RESPONSE],
+    "vespo": ["actor.policy_loss.loss_mode=vespo"],
+    "maxrl": ["algorithm.adv_estimator=maxrl"],
+    "rae": ["algorithm.adv_estimator=rae"],
+    "raft": ["algorithm.adv_estimator=raft", "actor.policy_loss.loss_mode=gpg"],
+    "m2po": [
+        "algorithm.old_log_prob=recompute",
+        "algorithm.rollout_correction.rollout_rs=batch_m2",
+        "algorithm.rollout_correction.rollout_rs_threshold=0.04",
+    ],
+}
+"""Losses and estimators -> overrides of GRPO's settings, which are tuned for none of them."""
 
 
 def run(algorithm: str, overrides: list[str], folder: Path, *, warm_up: bool = True) -> dict[str, Any]:
@@ -118,6 +137,17 @@ def distillation(seeds: list[str], more: list[str]) -> list[dict[str, Any]]:
     return [verdict(question, statistics.median(ratios), 0.5, 0.25, at_least=False, ratios=ratios, runs=runs)]
 
 
+def methods(names: list[str], more: list[str]) -> list[dict[str, Any]]:
+    """The rows of the result of `--methods`."""
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            its = run("grpo", ["data.demo=sums", *METHODS[name], *more], Path(folder), warm_up=False)
+            question = f"{name}: accuracy after {its['steps']} steps, {its['base_accuracy']:.3f} before"
+            rows.append(verdict(question, its["final_accuracy"], 0.85, 0.95, at_least=True, run=its))
+    return rows
+
+
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """One panel per algorithm, one line per run."""
     algorithms = list(dict.fromkeys(row["algorithm"] for row in rows))
@@ -154,10 +184,14 @@ def main() -> None:
     )
     parser.add_argument("--tool", action="store_true", help="the demo with a tool, and the same without it")
     parser.add_argument("--teacher", action="store_true", help="on-policy distillation against GRPO")
+    parser.add_argument("--methods", action="store_true", help=f"one run with each of {', '.join(METHODS)}")
     parser.add_argument("--smoke", action="store_true", help="one seed, GRPO, 2 steps, nothing written")
     arguments = parser.parse_args()
     if arguments.teacher:
         publish("learning_distillation", distillation(arguments.seeds.split(","), arguments.set))
+        return
+    if arguments.methods:
+        publish("learning_methods", methods(list(METHODS), arguments.set))
         return
     if arguments.smoke:
         arguments.seeds, arguments.algorithms, arguments.steps = "0", "grpo", 2

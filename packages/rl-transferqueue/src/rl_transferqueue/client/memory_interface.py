@@ -89,8 +89,10 @@ async def copying(nbytes: int, copy: Callable[[], T]) -> T:
 
 
 async def wait_through(done: asyncio.Future[T]) -> None:
-    """Wait for the end of a thread's work, whose outcome nobody wants any more; a cancellation
-    meanwhile is raised after it."""
+    """Wait for the end of a thread's work, whose outcome nobody wants any more.
+
+    A cancellation meanwhile is raised after it.
+    """
     cancelled: asyncio.CancelledError | None = None
     while not done.done():
         try:
