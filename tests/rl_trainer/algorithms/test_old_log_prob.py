@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 
@@ -29,7 +30,7 @@ MASK = np.array([True, True, False, True])
 
 
 def test_the_difference_is_that_of_unmasked_tokens():
-    metrics = LogProbGap.of(ROLLOUT, ACTOR, MASK).metrics()
+    metrics = LogProbGap.of(ROLLOUT, ACTOR, MASK, np.array([0, 4])).metrics()
     probs, log_probs = [0.1, 0.1, 0.0], [math.log(5 / 4), math.log(3 / 2), 0.0]
     assert metrics == pytest.approx(
         {
@@ -38,20 +39,36 @@ def test_the_difference_is_that_of_unmasked_tokens():
             "training/rollout_probs_diff_std": statistics.stdev(probs),
             GAP: sum(log_probs) / 3,
             "training/rollout_log_probs_diff_max": math.log(3 / 2),
+            "training/rollout_probs_diff_quarter_1": 0.1,
+            "training/rollout_probs_diff_quarter_2": 0.1,
+            "training/rollout_probs_diff_quarter_4": 0.0,
         },
         rel=1e-5,
     )
-    assert LogProbGap.of(ROLLOUT, ACTOR, np.zeros(4, np.bool_)).metrics() == {}
+    assert LogProbGap.of(ROLLOUT, ACTOR, np.zeros(4, np.bool_), np.array([0, 4])).metrics() == {}
+
+
+def test_differences_by_position_are_in_quarters_of_each_response():
+    """Of six tokens, 2, 1, 2 and 1 are in the quarters; of two tokens, one is in the first and one
+    in the third.
+    """
+    rollout, actor = np.log(np.full(8, 0.5)), np.log(0.5 - np.array([1, 2, 3, 4, 5, 6, 7, 9]) / 100)
+    gap = LogProbGap.of(rollout, actor, np.ones(8, np.bool_), np.array([0, 6, 6, 8]))
+    found = [gap.metrics()[f"training/rollout_probs_diff_quarter_{i}"] for i in (1, 2, 3, 4)]
+    assert found == pytest.approx([(1 + 2 + 7) / 300, 3 / 100, (4 + 5 + 9) / 300, 6 / 100], rel=1e-9)
 
 
 def test_differences_of_parts_add_up_to_that_of_the_whole():
-    whole = LogProbGap.of(ROLLOUT, ACTOR, MASK)
-    parts = (LogProbGap.of(ROLLOUT[part], ACTOR[part], MASK[part]) for part in (slice(0, 1), slice(1, 3), slice(3, 4)))
+    bounds = np.array([0, 1, 3, 4])
+    whole = LogProbGap.of(ROLLOUT, ACTOR, MASK, bounds)
+    parts = (
+        LogProbGap.of(ROLLOUT[a:b], ACTOR[a:b], MASK[a:b], np.array([0, b - a])) for a, b in itertools.pairwise(bounds)
+    )
     assert sum(parts, LogProbGap()).metrics() == pytest.approx(whole.metrics(), rel=1e-9)
 
 
 def test_a_log_prob_that_is_no_number_does_not_pass_for_agreement():
-    gap = LogProbGap.of(np.array([math.nan, -1.0]), np.array([-1.0, -1.0]), np.array([True, True]))
+    gap = LogProbGap.of(np.array([math.nan, -1.0]), np.array([-1.0, -1.0]), np.array([True, True]), np.array([0, 2]))
     assert not gap.metrics()[GAP] <= 1e-3
 
 

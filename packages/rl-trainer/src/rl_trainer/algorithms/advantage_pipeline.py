@@ -279,7 +279,9 @@ def batch_metrics(
     if mask.any() and "entropy" in data:
         metrics["actor/entropy"] = float(_flat(data, "entropy")[mask].mean())
     if "rollout_log_probs" in data:
-        gap = LogProbGap.of(_flat(data, "rollout_log_probs"), _flat(data, "old_log_probs"), mask)
+        gap = LogProbGap.of(
+            _flat(data, "rollout_log_probs"), _flat(data, "old_log_probs"), mask, data.ragged("responses").offsets
+        )
         metrics |= gap.metrics()
     return metrics
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from operator import add
+
 import msgspec
 import numpy as np
 
 from rl_protocol import BatchError, RaggedColumn
 from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS
-from rl_trainer.algorithms.arrays import BoolArray, FloatArray
+from rl_trainer.algorithms.arrays import BoolArray, FloatArray, IntArray
 from rl_trainer.config import AlgorithmConfig, RolloutCorrectionConfig
 
 GAP = "training/rollout_log_probs_diff_mean"
@@ -20,6 +22,8 @@ SAMPLED_FRACTION = 0.05
 """Fraction of the rows that `auto` compares at most, in a step that takes the engine's."""
 FULL_CHECK_PERIOD = 20
 """Steps from one in which `auto` computes the log-probs of all rows to the next; 1 is the first."""
+QUARTERS = 4
+"""Parts of a response by position."""
 
 
 class LogProbGap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,12 +37,18 @@ class LogProbGap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Of probabilities."""
     prob_square_sum: float = 0.0
     prob_max: float = 0.0
+    quarter_tokens: tuple[int, ...] = (0,) * QUARTERS
+    """Those in each quarter of the places of their responses."""
+    quarter_prob_sums: tuple[float, ...] = (0.0,) * QUARTERS
 
     @classmethod
-    def of(cls, rollout: FloatArray, actor: FloatArray, mask: BoolArray) -> LogProbGap:
-        """From the log-probs [T] of each."""
+    def of(cls, rollout: FloatArray, actor: FloatArray, mask: BoolArray, offsets: IntArray) -> LogProbGap:
+        """From the log-probs [T] of each, of responses that begin and end at `offsets` [N + 1]."""
         if not mask.any():
             return cls()
+        lengths = np.diff(offsets)
+        places = np.arange(len(mask)) - np.repeat(offsets[:-1], lengths)
+        quarter = (places * QUARTERS // np.repeat(lengths, lengths))[mask]
         ours, theirs = actor[mask].astype(np.float64), rollout[mask].astype(np.float64)
         log_probs, probs = np.abs(theirs - ours), np.abs(np.exp(theirs) - np.exp(ours))
         return cls(
@@ -48,6 +58,8 @@ class LogProbGap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             prob_sum=float(probs.sum()),
             prob_square_sum=float(np.square(probs).sum()),
             prob_max=float(probs.max()),
+            quarter_tokens=tuple(np.bincount(quarter, minlength=QUARTERS).tolist()),
+            quarter_prob_sums=tuple(np.bincount(quarter, probs, QUARTERS).tolist()),
         )
 
     def __add__(self, other: LogProbGap) -> LogProbGap:
@@ -59,13 +71,18 @@ class LogProbGap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             prob_sum=self.prob_sum + other.prob_sum,
             prob_square_sum=self.prob_square_sum + other.prob_square_sum,
             prob_max=max(self.prob_max, other.prob_max),
+            quarter_tokens=tuple(map(add, self.quarter_tokens, other.quarter_tokens)),
+            quarter_prob_sums=tuple(map(add, self.quarter_prob_sums, other.quarter_prob_sums)),
         )
 
     def metrics(self) -> dict[str, float]:
-        """Mean and maximum of the differences, under verl's names; {} without tokens."""
+        """Mean and maximum of the differences, under verl's names, and means by position; {}
+        without tokens.
+        """
         if not self.tokens:
             return {}
         mean = self.prob_sum / self.tokens
+        quarters = enumerate(zip(self.quarter_prob_sums, self.quarter_tokens, strict=True), 1)
         variance = (self.prob_square_sum - self.tokens * mean**2) / max(self.tokens - 1, 1)
         return {
             "training/rollout_probs_diff_mean": mean,
@@ -73,6 +90,7 @@ class LogProbGap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             "training/rollout_probs_diff_std": max(variance, 0.0) ** 0.5,
             GAP: self.log_prob_sum / self.tokens,
             "training/rollout_log_probs_diff_max": self.log_prob_max,
+            **{f"training/rollout_probs_diff_quarter_{i}": total / count for i, (total, count) in quarters if count},
         }
 
 

@@ -108,8 +108,8 @@ class ActorWorker(ModelWorker, StatefulWorker):
     async def log_prob_gap(self, data: BatchData, _: StageCall) -> LogProbGap:
         """Compare log-probs of the policy before its update with those of the rollout engine."""
         out = self._backend.compute_log_probs(data, temperature=self._temperature)
-        rollout, mask = data.ragged("rollout_log_probs").values, data.ragged("response_mask").values
-        return LogProbGap.of(rollout, out.ragged("log_probs").values, mask.astype(np.bool_))
+        rollout, mask = data.ragged("rollout_log_probs"), data.ragged("response_mask").values.astype(np.bool_)
+        return LogProbGap.of(rollout.values, out.ragged("log_probs").values, mask, rollout.offsets)
 
     @tqbridge(
         reads=lambda step: step.sampled_tokens,
