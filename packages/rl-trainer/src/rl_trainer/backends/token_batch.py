@@ -106,41 +106,19 @@ def token_batch(
     joined = pad_sequences(prompts, responses, fill=pad_id)
     place, line = joined.place, joined.row
     experts, sources = experts_at_places(batch, joined.ids.shape[1]), None
-    inputs: dict[str, Any]
     seen = None if image_token is None else _Images.of(batch, image_token, pieces)
     if seen is not None and blank and not len(seen.grids):
         seen = seen.with_blank(blank)
     if packed:
         tokens = packed_tokens(batch, further=0 if seen is None else seen.further)
         sources = tokens.at
-        longest = tokens.at.shape[1]
         place = torch.from_numpy(tokens.at)[joined.row, joined.place]
         line = torch.zeros_like(joined.row)
-        first = torch.from_numpy(tokens.first)
-        ids, positions = joined.ids[:, :longest], (first % longest)[None]
-        if seen is not None:
-            ids = seen.extended(ids)
-            positions = torch.from_numpy(seen.positions(ids.numpy())).flatten(1)[:, first][:, None]
-        inputs = {
-            "input_ids": ids.flatten()[first][None].to(device),
-            "position_ids": positions.to(device),
-            "layout": PackedLayout.of(tokens).to(device),
-            **({} if seen is None else seen.of_owners(tokens).arguments(device)),
-        }
-        experts = None if experts is None else experts[:, :longest].reshape(-1, *experts.shape[2:])[tokens.first]
+        inputs = _packed_inputs(joined.ids, tokens, seen, device)
+        if experts is not None:
+            experts = experts[:, : tokens.at.shape[1]].reshape(-1, *experts.shape[2:])[tokens.first]
     else:
-        ids, real = joined.ids, joined.real.long()
-        if seen is not None:
-            ids = seen.extended(ids)
-            real = torch.nn.functional.pad(real, (0, 0, 0, seen.further))
-            real[len(batch) :, 0] = 1
-        inputs = {
-            "input_ids": ids.to(device),
-            "attention_mask": real.to(device),
-            **({} if seen is None else seen.arguments(device)),
-        }
-        if "pixel_values" in inputs:
-            inputs["mm_token_type_ids"] = (ids == image_token).int().to(device)
+        inputs = _padded_inputs(joined.ids, joined.real, seen, device)
         experts = None if experts is None else experts.reshape(-1, *experts.shape[2:])
     return TokenBatch(
         inputs=inputs,
@@ -154,6 +132,39 @@ def token_batch(
         routed=None if experts is None else torch.from_numpy(experts).to(device, torch.int64),
         sources=sources,
     )
+
+
+def _padded_inputs(
+    ids: torch.Tensor, real: torch.Tensor, seen: _Images | None, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Model arguments of right-padded sequences [N, L], of which the tokens are `real`."""
+    mask, images = real.long(), dict[str, torch.Tensor]()
+    if seen is not None:
+        ids, rows = seen.extended(ids), len(ids)
+        mask = torch.nn.functional.pad(mask, (0, 0, 0, seen.further))
+        mask[rows:, 0] = 1
+        images = seen.arguments(device)
+        if images:
+            images["mm_token_type_ids"] = (ids == seen.token).int().to(device)
+    return {"input_ids": ids.to(device), "attention_mask": mask.to(device), **images}
+
+
+def _packed_inputs(
+    ids: torch.Tensor, tokens: TokenNumbers, seen: _Images | None, device: torch.device
+) -> dict[str, Any]:
+    """Model arguments of the sequences [N, L], joined end to end."""
+    longest, first, images = tokens.at.shape[1], torch.from_numpy(tokens.first), dict[str, torch.Tensor]()
+    ids, positions = ids[:, :longest], (first % longest)[None]
+    if seen is not None:
+        ids = seen.extended(ids)
+        positions = torch.from_numpy(seen.positions(ids.numpy())).flatten(1)[:, first][:, None]
+        images = seen.of_owners(tokens).arguments(device)
+    return {
+        "input_ids": ids.flatten()[first][None].to(device),
+        "position_ids": positions.to(device),
+        "layout": PackedLayout.of(tokens).to(device),
+        **images,
+    }
 
 
 def packed_tokens(batch: BatchData, further: int = 0) -> TokenNumbers:
