@@ -7,13 +7,13 @@ import contextlib
 import errno
 import gc
 import os
-import resource
 import socket
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import pytest
@@ -381,7 +381,6 @@ def test_what_waits_for_a_client_over_tcp_is_bounded(tmp_path: Path) -> None:
 @pytest.mark.parametrize("descriptors", ["left", "used up"])
 def test_a_client_of_another_host_that_is_ended_sees_it(monkeypatch: pytest.MonkeyPatch, descriptors: str) -> None:
     """The controller can't send to it, but can close its lifeline, which is another connection."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     servers: list[Server] = []
 
     def capture(*arguments: Any, **more: Any) -> Server:
@@ -391,21 +390,20 @@ def test_a_client_of_another_host_that_is_ended_sees_it(monkeypatch: pytest.Monk
     monkeypatch.setattr("rl_transferqueue.controller.controller.Server", capture)
     config = TransferQueueConfig(backend="memory", capacity_mb=8, segment_mb=1, listen="127.0.0.2", shared_memory=False)
 
+    def no_descriptor(_: int) -> NoReturn:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
     async def main(plane: LocalPlane) -> None:
         async with await connect(plane.descriptor) as client, await connect(plane.descriptor) as other:
             await client.put("p", ["a"], rows_of(1, MIB))
             waiting = asyncio.ensure_future(client.wait_ready("p", count=2, timeout_s=60))
             (server,) = servers
 
-            def end() -> None:
-                resource.setrlimit(resource.RLIMIT_NOFILE, (soft if descriptors == "left" else 0, hard))
-                try:
-                    server._on_end(client._route.session)
-                finally:
-                    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-            server._reactor.call_later(0, end)
-            await other.stats()
+            with monkeypatch.context() as patch:
+                if descriptors == "used up":
+                    patch.setattr(os, "dup", no_descriptor)
+                server._reactor.call_later(0, partial(server._on_end, client._route.session))
+                await other.stats()
             with pytest.raises(PlaneLostError):
                 await waiting
             assert (await other.metrics()).sessions == 1
