@@ -27,11 +27,13 @@ def test_a_machine_without_dev_shm_is_no_error(monkeypatch: pytest.MonkeyPatch, 
     assert "POSIX shared memory" in host.shared_memory_text()
 
 
-@pytest.mark.parametrize(("package", "text"), [("numpy", "numpy "), ("no-such-package", "pip install 'x[y]'")])
+@pytest.mark.parametrize(
+    ("package", "text"), [("numpy", "numpy "), ("no-such-package", "; uv sync --extra y, or uv pip install 'x[y]'")]
+)
 def test_a_missing_package_is_no_error_and_has_its_command(
     monkeypatch: pytest.MonkeyPatch, package: str, text: str
 ) -> None:
-    monkeypatch.setitem(host.OPTIONAL, "a=b", ((package,), "y", "x[y]"))
+    monkeypatch.setitem(host.OPTIONAL, "a=b", ((package,), "y", "'x[y]'"))
     assert text in host.package_text("a=b")
 
 

