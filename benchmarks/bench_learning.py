@@ -137,12 +137,12 @@ def distillation(seeds: list[str], more: list[str]) -> list[dict[str, Any]]:
     return [verdict(question, statistics.median(ratios), 0.5, 0.25, at_least=False, ratios=ratios, runs=runs)]
 
 
-def methods(names: list[str], more: list[str]) -> list[dict[str, Any]]:
+def methods(more: list[str]) -> list[dict[str, Any]]:
     """The rows of the result of `--methods`."""
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        for name in names:
-            its = run("grpo", ["data.demo=sums", *METHODS[name], *more], Path(folder), warm_up=False)
+        for name, overrides in METHODS.items():
+            its = run("grpo", ["data.demo=sums", *overrides, *more], Path(folder), warm_up=False)
             question = f"{name}: accuracy after {its['steps']} steps, {its['base_accuracy']:.3f} before"
             rows.append(verdict(question, its["final_accuracy"], 0.85, 0.95, at_least=True, run=its))
     return rows
@@ -191,7 +191,7 @@ def main() -> None:
         publish("learning_distillation", distillation(arguments.seeds.split(","), arguments.set))
         return
     if arguments.methods:
-        publish("learning_methods", methods(list(METHODS), arguments.set))
+        publish("learning_methods", methods(arguments.set))
         return
     if arguments.smoke:
         arguments.seeds, arguments.algorithms, arguments.steps = "0", "grpo", 2

@@ -14,6 +14,7 @@ stop_token_ids    stop_token_ids    and the model's end-of-sequence tokens
 -                 logprobs          0: log-probability of the sampled token only; top_k where kept
                                     sets are asked for: also those of the kept tokens
 -                 detokenize        only for stop strings: else only token ids are needed
+-                 logit_bias        the least there is, for tokens that stand for images and videos
 """
 
 from __future__ import annotations

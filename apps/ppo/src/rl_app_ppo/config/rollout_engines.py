@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from rl_protocol import ConfigError
 from rl_protocol.ports import RolloutEngine
+from rl_protocol.support.hf_checkpoint import text_fields
 from rl_protocol.support.options import option
 from rl_rollout_vllm import (
     RANKS,
@@ -263,9 +264,7 @@ class _VLLM(RolloutEngineKind):
     def check_model(self, described: Mapping[str, Any], rollout: GenerationConfig) -> None:
         _check_sampling(rollout)
         require_shards(described, rollout.tensor_model_parallel_size)
-        context = (
-            int((described.get("text_config") or described).get("max_position_embeddings", 0)) or rollout.max_model_len
-        )
+        context = int(text_fields(described).get("max_position_embeddings", 0)) or rollout.max_model_len
         if rollout.max_model_len > context:
             raise ConfigError(
                 f"rollout.max_model_len={rollout.max_model_len} is more than the model's context of {context}; lower it, or set 0 for all of it."

@@ -15,6 +15,7 @@ import msgspec
 from rl_app_ppo.config.model_path import weight_files
 from rl_protocol import ConfigError
 from rl_protocol.errors import UNREADABLE
+from rl_protocol.support.hf_checkpoint import text_fields
 from rl_trainer.data.images import FAMILIES
 from rl_trainer.data.model_families import JOINED_FAMILIES
 
@@ -54,7 +55,7 @@ def check_weights(model: Path, described: Mapping[str, Any]) -> None:
     shapes = weight_shapes(model)
     if described.get("model_type") not in (*JOINED_FAMILIES, *FAMILIES):
         return
-    sizes = {**described, **(described.get("text_config") or {})}  # the text part of a vision model
+    sizes = text_fields(described)
     held = {int(match[1]) for name in shapes if (match := _LAYER.search(name))}
     layers = sizes.get("num_hidden_layers")
     if held and isinstance(layers, int) and (missing := sorted(set(range(layers)) - held)):

@@ -1,8 +1,10 @@
-"""Find the weight files of a Hugging Face checkpoint folder."""
+"""Find the weight files of a Hugging Face checkpoint folder, and read its config.json."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -34,3 +36,12 @@ def safetensors_files(folder: Path) -> list[Path]:
         if name in ("", ".", "..") or Path(name).name != name:
             raise ConfigError(f"{index} names {name!r}; weights must be files in {str(folder)!r} itself.")
     return [folder / name for name in names]
+
+
+def text_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields of a `config.json`; for a vision model those of its text part are among them.
+
+    >>> text_fields({"model_type": "qwen2_vl", "text_config": {"vocab_size": 8}})["vocab_size"]
+    8
+    """
+    return {**config, **(config.get("text_config") or {})}

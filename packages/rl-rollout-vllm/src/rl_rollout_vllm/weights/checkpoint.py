@@ -12,7 +12,7 @@ import numpy as np
 
 from rl_protocol.batch.weight_tensor import WeightTensor
 from rl_protocol.errors import ConfigError
-from rl_protocol.support.hf_checkpoint import safetensors_files
+from rl_protocol.support.hf_checkpoint import safetensors_files, text_fields
 
 EMBEDDING = "model.embed_tokens.weight"
 VISION_EMBEDDING = "model.language_model.embed_tokens.weight"
@@ -128,11 +128,6 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         for name, entry in _header(file)[0].items()
     }
     return replace(model, shapes=shapes)
-
-
-def text_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The fields of a `config.json`; for a vision model those of its text part are among them."""
-    return {**config, **(config.get("text_config") or {})}
 
 
 def _vision(config: Mapping[str, Any], folder: Path) -> Vision | None:
