@@ -15,7 +15,7 @@ from rl_trainer import ActorConfig, CriticConfig, LoraConfig, OptimConfig, Torch
 from rl_trainer.backends.compute_weights import ComputeWeights, warn_if_slow
 from rl_trainer.backends.parallel_strategy import PlainStrategy
 from rl_trainer.backends.torch_critic import TorchCriticBackend
-from rl_trainer.backends.torch_policy import TorchPolicyBackend
+from rl_trainer.backends.torch_policy import PolicyOptions, TorchPolicyBackend
 
 BF16 = TorchConfig(param_dtype="bfloat16")
 
@@ -82,6 +82,39 @@ def test_each_pass_sees_the_newest_weights(model_path, training_batch, tmp_path)
     assert distance(computed(), expected()) < 0.01
     half.restore(tmp_path)
     assert np.array_equal(computed(), first)
+
+
+def test_a_reference_holds_nothing_but_bfloat16_and_computes_what_the_policy_does(model_path, training_batch):
+    trained = policy(model_path, BF16)
+    options = PolicyOptions(frozen=True)
+    frozen = TorchPolicyBackend(model_path, trained._config, strategy=PlainStrategy(BF16), options=options)
+    data = training_batch(trained, rows=8)
+    assert {weight.dtype for weight in frozen._model.parameters()} == {torch.bfloat16}
+    one, other = (backend.compute_log_probs(data, temperature=0.7) for backend in (trained, frozen))
+    for name in one.field_names:
+        assert np.array_equal(one.ragged(name).values, other.ragged(name).values), name
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_the_base_of_adapters_is_bfloat16_and_is_sent_and_merged_in_float32(model_path, training_batch, tmp_path, dora):
+    lora = LoraConfig(rank=2, use_dora=dora, merge_on_save=True)
+    half, merged = policy(model_path, BF16, lora=lora), policy(model_path, BF16, lora=lora)
+    half.update(training_batch(half, rows=8), temperature=1.0)
+    held = {weight.requires_grad: weight.dtype for weight in half._model.parameters()}
+    assert held == {True: torch.float32, False: torch.bfloat16}
+    sent = {weight.name: from_weight(weight) for weight in half.named_weights()}
+    assert {tensor.dtype for tensor in sent.values()} == {torch.float32}
+    for name, weight in AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).named_parameters():
+        equal = torch.equal(sent[name], weight.bfloat16().float())
+        assert equal != ("q_proj.weight" in name or lora.covers(name.removesuffix(".weight"))), name
+    half.save_pretrained(tmp_path / "saved")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype="auto")
+    for name, weight in saved.named_parameters():
+        assert weight.dtype == torch.float32
+        assert torch.equal(weight, sent[name]), name
+    half.snapshot()(tmp_path)
+    merged.restore(tmp_path)
+    assert merged.state_digest() == half.state_digest()
 
 
 def test_tied_weights_have_one_copy_and_one_gradient():

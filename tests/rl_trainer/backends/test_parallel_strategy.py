@@ -116,6 +116,16 @@ def test_compute_in_bf16_keeps_master_weights_in_float32(runs, scenario, exact):
 
 
 @pytest.mark.slow
+def test_ranks_read_their_rows_of_a_reference_in_bf16(runs):
+    two, one = load(runs / "two", "bf16"), load(runs / "one", "bf16")
+    names = [name for name in two if name.startswith("row/frozen/")]
+    assert len(names) == 7
+    for name in names:
+        assert apart(two[name], one[name]) < 0.02, name
+        assert 1e-5 < apart(two[name], two[name.replace("frozen", "exact")]) < 0.05, name
+
+
+@pytest.mark.slow
 def test_the_checkpoint_of_two_ranks_loads(runs, model_path):
     found = load(runs / "two", "full")
     loaded = AutoModelForCausalLM.from_pretrained(runs / "two" / "0" / "checkpoint-full").state_dict()

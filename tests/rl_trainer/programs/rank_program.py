@@ -25,7 +25,7 @@ from rl_trainer.algorithms.batching import split_over_ranks
 from rl_trainer.backends.parallel_strategy import FsdpStrategy, PlainStrategy
 from rl_trainer.backends.token_batch import lengths_of
 from rl_trainer.backends.torch_critic import TorchCriticBackend
-from rl_trainer.backends.torch_policy import TorchPolicyBackend
+from rl_trainer.backends.torch_policy import PolicyOptions, TorchPolicyBackend
 from rl_trainer.backends.world import World
 from rl_trainer.config.optim import Schedule
 
@@ -112,6 +112,11 @@ def run(
         if "lora" in how:
             off = model.compute_reference_log_probs(tokens, temperature=0.9)
             found["reference"] = off.ragged("log_probs")
+        if scenario == "bf16":
+            frozen = TorchPolicyBackend(path, config, strategy=strategy, options=PolicyOptions(frozen=True))
+            assert {weight.dtype for weight in frozen._model.parameters()} == {torch.bfloat16}
+            found["frozen"] = frozen.compute_log_probs(tokens, temperature=0.9).ragged("log_probs")
+            found["exact"] = base.compute_log_probs(tokens, temperature=0.9).ragged("log_probs")
         out |= {f"weight/{w.name}": from_weight(w).float().numpy().copy() for w in model.named_weights()}
         model.save_pretrained(out_folder / f"checkpoint-{scenario}")
     for name, column in found.items():

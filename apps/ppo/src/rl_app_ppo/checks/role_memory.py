@@ -20,8 +20,8 @@ _CHUNK_COPIES = 3
 """Log-probs, probabilities or their gradient, and two in bfloat16 (logits, gradient) or none."""
 _KERNELS = 80 << 20
 """Scratch memory and code of kernels on the CPU, and pages of the allocator between tensors."""
-_CODE = 24 << 20
-"""Code and scratch memory of kernels on the CPU alone."""
+_FORWARD = 64 << 20
+"""`_KERNELS` of forward passes alone."""
 _LIVE = 2
 """A pass without gradients holds about half of what a layer keeps for its backward pass."""
 
@@ -154,8 +154,8 @@ def _reference(config: AppConfig, size: ModelSize, *, on_gpu: bool) -> dict[str,
     parts = _gathered(config, size) | {"activations": layer, "logits": _logits(size, tokens)}
     if on_gpu:
         return parts
-    unused = _element(config) * (size.weights - size.outside) + _CODE if "gathered weights" in parts else _KERNELS
-    return parts | {"allocator": unused}
+    unused = _element(config) * (size.weights - size.outside) if "gathered weights" in parts else 0
+    return parts | {"allocator": unused + _FORWARD}
 
 
 def _gathered(config: AppConfig, size: ModelSize) -> dict[str, int]:
@@ -197,14 +197,10 @@ def _element(config: AppConfig) -> int:
 
 
 def _weights(config: AppConfig, weights: int, trained: int) -> int:
-    """Float32 weights of a rank, and a bfloat16 copy where it computes in one.
-
-    Megatron-Core has float32 weights beside those in bfloat16 only where they are trained.
-    """
-    copied = _copied(config)
-    if copied and isinstance(config.engine, MegatronConfig) and trained < weights:
-        return 2 * weights // _shards(config)
-    return (4 + 2 * copied) * weights // _shards(config)
+    """Weights of a rank: float32, and a bfloat16 copy where it computes in one; frozen ones have
+    the element type of the computation."""
+    each = _element(config) if trained < weights else 4 + 2 * _copied(config)
+    return each * weights // _shards(config)
 
 
 def _copied(config: AppConfig) -> bool:

@@ -131,10 +131,12 @@ def shares_base(config: AppConfig) -> bool:
     """Whether the rollout merges adapters into the actor's own base weights, without a copy.
 
     The merged weights are the rollout's own: the policy computes with adapters beside the base,
-    which rounds differently, and subtracting an adapter does not restore the base bit by bit.
+    which rounds differently, and subtracting an adapter does not restore the base bit by bit. A
+    base that was rounded to bfloat16 is not that of a rollout in float32.
     """
     one_device = config.rollout.device == config.engine.trains_on
-    lends = config.backend.lends_base and config.generator.shares_base and one_device
+    exact = config.engine.computes_in == "float32" or config.rollout.dtype == "bfloat16"
+    lends = config.backend.lends_base and config.generator.shares_base and one_device and exact
     return rollout_in_actor(config.placement) and config.sends_adapters and lends
 
 

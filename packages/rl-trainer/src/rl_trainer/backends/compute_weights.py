@@ -1,4 +1,4 @@
-"""Mixed precision in one process: bfloat16 copies compute, float32 master weights are trained."""
+"""Mixed precision: bfloat16 weights compute; those that are trained have float32 master weights."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from typing import Any
 
 import torch
 
+from rl_trainer.backends.loading import lazy_zeros
+
 _logger = logging.getLogger(__name__)
 _Place = tuple[Any, str, torch.nn.Parameter]
 """A module, the name of one of its own weights, and the master weight."""
 
 
 class ComputeWeights:
-    """A model's forward pass with copies of its weights in another element type.
+    """A model's forward pass with copies of its trained weights in another element type.
 
-    A copy is made again only after its master weight has changed (an optimizer step, a restored
-    checkpoint). Gradients of the copies are added to those of the master weights, in their element
-    type, as soon as they are complete. Everything outside the forward pass (optimizer, state_dict)
-    sees the master weights.
+    Frozen weights are used as they are (see `cast_frozen`). A copy is made again only after its
+    master weight has changed (an optimizer step, a restored checkpoint). Gradients of the copies
+    are added to those of the master weights, in their element type, as soon as they are complete.
+    Everything outside the forward pass (optimizer, state_dict) sees the master weights.
 
     Args:
         model: its `forward` is replaced.
@@ -35,7 +37,7 @@ class ComputeWeights:
             (module, name, weight)
             for module in model.modules()
             for name, weight in module.named_parameters(recurse=False)
-            if weight.is_floating_point()
+            if weight.requires_grad
         ]
         self._copies = dict[torch.nn.Parameter, torch.Tensor]()
         self._versions = dict[torch.nn.Parameter, int]()
@@ -77,12 +79,21 @@ class ComputeWeights:
         copy = self._copies.get(weight)
         if copy is None:
             copy = self._copies[weight] = weight.detach().to(self._dtype, copy=True)
-            if weight.requires_grad:
-                copy.requires_grad_().register_post_accumulate_grad_hook(partial(_add_gradient, weight))
+            copy.requires_grad_().register_post_accumulate_grad_hook(partial(_add_gradient, weight))
         else:
             with torch.no_grad():
                 copy.copy_(weight)
         self._versions[weight] = weight._version
+
+
+def cast_frozen(model: torch.nn.Module, dtype: torch.dtype, *, empty: bool = False) -> None:
+    """Convert the weights that are not trained to the element type of the computation, in place.
+
+    With `empty` they become zeros, which take no memory until they are written to.
+    """
+    for weight in model.parameters():
+        if not weight.requires_grad and weight.is_floating_point():
+            weight.data = lazy_zeros(weight.shape, dtype) if empty else weight.data.to(dtype)
 
 
 def _add_gradient(weight: torch.nn.Parameter, copy: torch.Tensor) -> None:

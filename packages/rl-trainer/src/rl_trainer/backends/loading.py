@@ -198,10 +198,16 @@ def _zeros(path: Path) -> dict[str, torch.Tensor]:
     with safe_open(path, framework="pt") as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
         return {
-            name: torch.from_numpy(np.zeros(saved.get_shape(), np.float32))  # pages appear when they are written to
+            name: lazy_zeros(saved.get_shape(), torch.float32)
             for name, saved in slices.items()
             if saved.get_dtype() in _FLOATS
         }
+
+
+def lazy_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros on the CPU whose pages appear when they are written to."""
+    zeros = np.zeros((*shape, dtype.itemsize), np.uint8)
+    return torch.from_numpy(zeros).view(dtype).view(shape)
 
 
 def _of_zeros(path: Path, kind: Any, zeros: dict[str, torch.Tensor], attention: dict[str, str]) -> Any:

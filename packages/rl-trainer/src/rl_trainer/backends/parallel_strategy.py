@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from rl_protocol import ConfigError
-from rl_trainer.backends.compute_weights import ComputeWeights, warn_if_slow
+from rl_trainer.backends.compute_weights import ComputeWeights, cast_frozen, warn_if_slow
 from rl_trainer.backends.loading import UnreadWeights, load_model, load_unread
 from rl_trainer.backends.world import CPU, World, device_of
 from rl_trainer.config.backends import FsdpConfig, TorchConfig
@@ -34,8 +34,17 @@ class ParallelStrategy(Protocol):
     optimizer_offload: bool
     """Whether the state of an optimizer is in host memory between updates."""
 
-    def load(self, path: Path, *, packed: bool, whole: bool = False) -> tuple[Any, UnreadWeights | None]:
-        """`load_model`, and what `prepare` reads of its weights; `whole`: they are read at once."""
+    def load(
+        self, path: Path, *, packed: bool, whole: bool = False, frozen: bool = False
+    ) -> tuple[Any, UnreadWeights | None]:
+        """`load_model`, and what `prepare` reads of its weights.
+
+        Args:
+            path, packed: see `load_model`.
+            whole: the weights are read at once.
+            frozen: no weight is trained, so float32 values of those that compute in bfloat16 are
+                not needed.
+        """
         ...
 
     def prepare(self, model: torch.nn.Module, layers: tuple[str, ...], unread: UnreadWeights | None = None) -> None:
@@ -58,18 +67,21 @@ class PlainStrategy:
         self.optimizer_offload = config.optimizer_offload
         self._config = config
 
-    def load(self, path: Path, *, packed: bool, whole: bool = False) -> tuple[Any, None]:
+    def load(self, path: Path, *, packed: bool, whole: bool = False, frozen: bool = False) -> tuple[Any, None]:
         """Load the model; all of it is needed here."""
         del whole
-        return load_model(path, packed=packed), None
+        return load_model(path, packed=packed, dtype=_loaded_in(self._config, frozen=frozen)), None
 
     def prepare(self, model: torch.nn.Module, layers: tuple[str, ...], unread: UnreadWeights | None = None) -> None:
-        """Move the model, and let bfloat16 copies of its weights compute, and layers be computed
-        again in the backward pass, if the settings say so."""
+        """Move the model, and let bfloat16 weights compute, and layers be computed again in the
+        backward pass, if the settings say so."""
         del unread
+        half = self._config.param_dtype == "bfloat16"
+        if half:  # before it is moved: a GPU never has the float32 values of frozen weights
+            cast_frozen(model, torch.bfloat16)
         model.to(self.device)
         blocks = _blocks(model, layers) if self._config.activation_checkpointing else []
-        if self._config.param_dtype == "bfloat16":
+        if half:
             if self.device.type == "cpu":
                 warn_if_slow("TorchConfig.param_dtype")
             weights = ComputeWeights(model, torch.bfloat16)
@@ -80,7 +92,10 @@ class PlainStrategy:
 
 
 class FsdpStrategy:
-    """FSDP2 (`fully_shard`): one parameter group per layer and one for the rest, in float32."""
+    """FSDP2 (`fully_shard`): one parameter group per layer and one for the rest.
+
+    Weights that are trained are float32, frozen ones of the element type of the computation.
+    """
 
     def __init__(self, config: FsdpConfig, world: World) -> None:
         self.world = world
@@ -88,10 +103,12 @@ class FsdpStrategy:
         self.optimizer_offload = config.optimizer_offload
         self._config = config
 
-    def load(self, path: Path, *, packed: bool, whole: bool = False) -> tuple[Any, UnreadWeights | None]:
+    def load(
+        self, path: Path, *, packed: bool, whole: bool = False, frozen: bool = False
+    ) -> tuple[Any, UnreadWeights | None]:
         """Load the model; where there are several ranks, without its weights."""
         if whole or self.world.size == 1:
-            return load_model(path, packed=packed), None
+            return load_model(path, packed=packed, dtype=_loaded_in(self._config, frozen=frozen)), None
         return load_unread(path, packed=packed)
 
     def prepare(self, model: torch.nn.Module, layers: tuple[str, ...], unread: UnreadWeights | None = None) -> None:
@@ -110,6 +127,8 @@ class FsdpStrategy:
             for block in blocks:
                 block.forward = partial(_recomputed, block.forward)
         compute = torch.bfloat16 if config.param_dtype == "bfloat16" else None
+        if compute is not None:
+            cast_frozen(model, compute, empty=unread is not None)
         shard = partial(
             fully_shard,
             mesh=init_device_mesh(self.device.type, (self.world.size,)),
@@ -122,6 +141,10 @@ class FsdpStrategy:
         shard(model)
         if unread is not None:
             unread.read(self.world)
+
+
+def _loaded_in(config: TorchConfig | FsdpConfig, *, frozen: bool) -> torch.dtype:
+    return torch.bfloat16 if frozen and config.param_dtype == "bfloat16" else torch.float32
 
 
 def _blocks(model: torch.nn.Module, layers: tuple[str, ...]) -> list[torch.nn.Module]:

@@ -101,7 +101,7 @@ class TorchPolicyBackend:
         self._lora = lora if lora is not None and lora.rank else None
         dora = self._lora is not None and self._lora.use_dora  # begins with the norms of the weights
         packed = self._config.use_remove_padding
-        self._model, unread = self._strategy.load(self._path, packed=packed, whole=dora)
+        self._model, unread = self._strategy.load(self._path, packed=packed, whole=dora, frozen=options.frozen)
         self._facts = Facts.of(self._model)
         layers = layer_names(self._model)
         if self._lora is not None:
@@ -109,6 +109,8 @@ class TorchPolicyBackend:
 
             self._model = attach(self._model, self._lora, seed)
         self._head = OutputHead.of(self._model)
+        if options.frozen:
+            self._model.requires_grad_(False)
         self._strategy.prepare(self._model, layers, unread)
         self._experts = ExpertRouting(self._model) if options.replays_experts else None
         self._records_experts = options.records_experts
@@ -194,7 +196,7 @@ class TorchPolicyBackend:
 
     def named_weights(self) -> Iterable[WeightTensor]:
         """Every parameter and persistent buffer under its checkpoint's name, with adapters merged
-        in.
+        in; weights are float32.
 
         On several ranks this is a collective: all ranks must iterate to the end.
         """
@@ -207,7 +209,7 @@ class TorchPolicyBackend:
 
             pairs = merged_weights(state, self._lora, full_tensors)
         for name, tensor in pairs:
-            yield to_weight(name, tensor)
+            yield to_weight(name, _master(tensor))
 
     def adapter_weights(self) -> Iterable[WeightTensor]:
         """The adapter's tensors under PEFT's names; see `named_weights`.
@@ -265,6 +267,11 @@ class TorchPolicyBackend:
             processors = [self._path / name for name in PROCESSORS if (self._path / name).exists()]
             try:
                 model.save_pretrained(str(path), state_dict=state, **more)
+                if (
+                    self._lora is not None and self._lora.merge_on_save
+                ):  # transformers has noted that of the frozen weights
+                    model.config.dtype = torch.float32
+                    model.config.save_pretrained(str(path))
                 tokenizer.save_pretrained(str(path))
                 for file in processors:
                     shutil.copyfile(file, path / file.name)
@@ -300,7 +307,7 @@ class TorchPolicyBackend:
 
             base = base_weights(state)
             for name, tensor in merged_weights(state, self._lora, full_tensors):
-                yield name, id(base[name]), tensor
+                yield name, id(base[name]), _master(tensor)
             return
         sharded = (
             ((name, id(tensor)), (tensor,)) for name, tensor in state.items() if self._lora is None or ".lora_" in name
@@ -351,3 +358,8 @@ class TorchPolicyBackend:
         places = torch.arange(tokens.first, width, device=tokens.position.device)
         out = self._model(**tokens.inputs, logits_to_keep=places, use_cache=False)
         return tokens.read(out.logits, tokens.first)
+
+
+def _master(tensor: torch.Tensor) -> torch.Tensor:
+    """A weight as float32, also one that is frozen in bfloat16."""
+    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor

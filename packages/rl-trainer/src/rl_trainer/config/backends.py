@@ -70,7 +70,7 @@ class TorchConfig(EngineConfig):
     device: str = option("auto", "cpu, cuda, or auto: cuda where there is one", choices=DEVICES)
     param_dtype: str = option(
         "float32",
-        "float32, or bfloat16: computes in it; master weights, gradient sums and optimizer stay float32",
+        "float32, or bfloat16: computes in it, and holds frozen weights in it; those that are trained, gradient sums and optimizer stay float32",
         choices=DTYPES,
     )
     activation_checkpointing: bool = option(False, RECOMPUTE)
@@ -105,7 +105,7 @@ class FsdpConfig(EngineConfig):
     device: str = option("auto", "cpu (gloo), cuda (nccl), or auto: cuda where there is one", choices=DEVICES)
     param_dtype: str = option(
         "float32",
-        "float32, or bfloat16: computes in it; master weights, gradient sums and optimizer stay float32",
+        "float32, or bfloat16: computes in it, and holds frozen weights in it; those that are trained, gradient sums and optimizer stay float32",
         choices=DTYPES,
     )
     reshard_after_forward: bool = option(

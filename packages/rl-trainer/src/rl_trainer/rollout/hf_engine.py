@@ -123,7 +123,8 @@ class HFRolloutEngine:
         """Use the frozen weights of a policy with adapters in this process, instead of copies.
 
         Weights that an adapter changes stay in memory of this engine. An adapter is merged into
-        them from `base`, as from the copy, so the result is the same bit by bit.
+        them from `base`, as from the copy, so the result is the same bit by bit, unless `base` was
+        rounded.
 
         Args:
             base: every weight of version 0, by name, on the device of the engine; it never changes.
