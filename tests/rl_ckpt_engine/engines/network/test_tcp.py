@@ -7,6 +7,7 @@ import errno
 import os
 import select
 import socket
+import threading
 from pathlib import Path
 
 import msgspec
@@ -125,6 +126,29 @@ def test_a_sender_still_listens_after_an_error_of_accept(
     receiver.init_process_group(sender.prepare())
     assert_same(asyncio.run(receiver.receive_weights(manifest, timeout_s=T)), WEIGHTS)
     assert f"[Errno {number}]" in caplog.text
+    sender.close()
+    receiver.close()
+
+
+def test_a_sender_still_listens_after_a_thread_that_could_not_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    start, failures = threading.Thread.start, ["can't start new thread"]
+
+    def fail_once(thread: threading.Thread) -> None:
+        if thread.name == "rl-ckpt-tcp-peer" and failures:
+            raise RuntimeError(failures.pop())
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fail_once)
+    sender, receiver = TcpEngine(), TcpEngine()
+    manifest = asyncio.run(sender.send_weights(WEIGHTS, 1, timeout_s=T))
+    port = msgspec.msgpack.decode(sender.prepare(), type=TcpMember).port
+    with socket.create_connection(("127.0.0.1", port), timeout=T) as refused:
+        assert refused.recv(1) == b"", "the connection is closed, so that the receiver can try again"
+    receiver.init_process_group(sender.prepare())
+    assert_same(asyncio.run(receiver.receive_weights(manifest, timeout_s=T)), WEIGHTS)
+    assert "can't start new thread" in caplog.text
     sender.close()
     receiver.close()
 

@@ -26,7 +26,7 @@ NONCE_BYTES = 32
 HANDSHAKE_S = 5.0
 DEAD_AFTER_S = 5
 _PAUSE_S = 0.5
-"""Pause after a failed accept: the process may have no file descriptor left."""
+"""Pause after a connection that failed: the process may have no file descriptor or thread left."""
 PIECE_BYTES = 512 << 10
 """Bytes of one call of the socket: few calls, and a receiver hashes them while they are in the
 cache."""
@@ -137,7 +137,19 @@ class Server:
                     peer.close()
                     return
                 self._peers.add(peer)
+            self._start(peer)
+
+    def _start(self, peer: socket.socket) -> None:
+        """Serve a connection in a thread of its own, or close it where the process can have no more
+        threads."""
+        try:
             threading.Thread(target=self._serve, args=(peer,), name="rl-ckpt-tcp-peer", daemon=True).start()
+        except RuntimeError as error:
+            _log.warning("A receiver's connection could not be served: %s.", error)
+            with self._lock:
+                self._peers.discard(peer)
+            peer.close()
+            self._closed.wait(_PAUSE_S)
 
     def _serve(self, peer: socket.socket) -> None:
         try:
