@@ -83,8 +83,13 @@ def recovered(journal: Journal) -> Recovered:
     """What a journal holds, with the bytes of the columns."""
     found = journal.recover()
     rows = {it for put in found.puts for it in put.generations}
-    whole = {(put.generations, put.tags): put for put, _ in journal.read(rows, lambda _: True)}
-    return replace(found, puts=tuple(whole.get((put.generations, put.tags), put) for put in found.puts))
+    puts = journal.find(rows, lambda _: True)
+    columns = journal.read([it.number for it in puts])
+    whole = {(it.put.generations, it.put.tags): columns[it.number] or {} for it in puts}
+    return replace(
+        found,
+        puts=tuple(replace(put, columns=whole.get((put.generations, put.tags), {})) for put in found.puts),
+    )
 
 
 @contextmanager

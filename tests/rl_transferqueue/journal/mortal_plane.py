@@ -17,7 +17,7 @@ from rl_protocol.ports import RowChanges
 from rl_protocol.wire import plan
 from rl_protocol.wire.format import write_payload
 from rl_transferqueue.controller.durable.durable_rows import DurableRows
-from rl_transferqueue.controller.durable.journal_thread import Done, Read, Wanted
+from rl_transferqueue.controller.durable.journal_thread import Done, Found, Read, Wanted
 from rl_transferqueue.controller.durable.recovery import restore
 from rl_transferqueue.controller.memory_accounting.capacity import Capacity
 from rl_transferqueue.controller.rows.ledger import Ledger
@@ -118,8 +118,11 @@ class MortalPlane:
         if len(self._queue) == 1:
             asyncio.get_running_loop().call_soon(self._commit)
 
-    def read(self, generations: Sequence[int], wanted: Wanted, done: Read) -> None:
-        done(self._journal.read(generations, wanted))
+    def find(self, generations: Sequence[int], wanted: Wanted, done: Found) -> None:
+        done(self._journal.find(generations, wanted))
+
+    def read(self, numbers: Sequence[int], done: Read) -> None:
+        done(self._journal.read(numbers))
 
     def _commit(self) -> None:
         batch, self._queue = self._queue, []

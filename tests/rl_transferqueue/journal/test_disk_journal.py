@@ -29,7 +29,7 @@ from rl_transferqueue.journal.disk_journal import (
     remove_journal,
 )
 from rl_transferqueue.journal.journal_index import JournalIndex
-from rl_transferqueue.journal.records import ClearRecord, Journal, Origin, PutRecord, ReadPut
+from rl_transferqueue.journal.records import ClearRecord, Journal, Origin, PutRecord
 from rl_transferqueue.journal.segment_files import MOST_OPEN
 from rl_transferqueue.wire.arrays import unpack_ints
 
@@ -112,20 +112,25 @@ def test_a_read_returns_whole_puts_and_names_later_ones_of_their_rows(reopen: Re
     journal.recover()
     journal.append(records)
 
-    def read(*generations: int) -> list[ReadPut]:
-        return list(journal.read(generations, lambda _: True))
+    def read(*generations: int) -> list[tuple[PutRecord, tuple[PutRecord, ...]]]:
+        found = journal.find(generations, lambda _: True)
+        columns = journal.read([it.number for it in found])
+        assert [it.nbytes for it in found] == [sum(map(len, (columns[it.number] or {}).values())) for it in found]
+        return [(replace(it.put, columns=columns[it.number] or {}), it.later) for it in found]
 
     assert read(1) == [(records[0], (bare[2],))], "2 is in a later put"
     assert read(4) == [(records[2], ())], "the other put of 4 has no columns"
     assert read(2) == [(records[0], (bare[2],)), (records[2], ())]
-    assert list(journal.read([2], lambda it: it != bare[0])) == [(records[2], ())]
+    assert [it.put for it in journal.find([2], lambda it: it != bare[0])] == [bare[2]]
     assert read(3, 6) == [(records[1], ()), (records[4], ())]
-    journal.append([ClearRecord((2,))])
+    gone = journal.find([5], lambda _: True)[0].number
+    journal.append([ClearRecord((2, 5, 6))])
+    assert journal.read([gone]) == {gone: None}
     assert read(1) == [(records[0], ())]
     assert read() == read(77) == []
     journal.sync()
     journal = reopen()
-    assert [it.columns for it in journal.recover().puts] == [{}] * len(records)
+    assert [it.columns for it in journal.recover().puts] == [{}] * (len(records) - 1)
     assert read(4) == [(records[2], ())]
 
 
@@ -238,8 +243,8 @@ def test_a_journal_of_many_segments_opens_few_at_once(tmp_path: Path) -> None:
     with open_journal(tmp_path, SEGMENT) as journal:
         assert journal.recover().report.rows_kept == segments
         for generation in range(1, segments + 1):
-            (found,) = journal.read([generation], lambda _: True)
-            assert found.put.columns == {"ids": bytes([generation]) * SEGMENT}
+            (found,) = journal.find([generation], lambda _: True)
+            assert journal.read([found.number]) == {found.number: {"ids": bytes([generation]) * SEGMENT}}
         assert 1 < opened() <= MOST_OPEN + 4
 
 

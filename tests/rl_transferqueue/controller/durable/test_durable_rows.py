@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,16 +10,17 @@ import msgspec
 import numpy as np
 import pytest
 
-from rl_protocol import BatchData, ConflictError, OutputError, dense
+from rl_protocol import BatchData, BatchError, ConflictError, OutputError, dense
 from rl_protocol.errors import CapacityTimeout, PlaneLostError, PlaneTimeout, RLError
 from rl_protocol.wire import plan
+from rl_transferqueue.controller.durable import row_loads
 from rl_transferqueue.controller.durable.durable_rows import PAYLOAD, DurableRows
-from rl_transferqueue.controller.durable.journal_thread import Done, Read, Wanted
+from rl_transferqueue.controller.durable.journal_thread import Done, Found, Read, Wanted
 from rl_transferqueue.controller.memory_accounting.capacity import Capacity
 from rl_transferqueue.controller.memory_accounting.occupancy import Occupancy
 from rl_transferqueue.controller.rows.ledger import Ledger
 from rl_transferqueue.controller.rows.waiters import Served
-from rl_transferqueue.journal.records import ClearRecord, PutRecord, ReadPut, Record
+from rl_transferqueue.journal.records import Block, ClearRecord, FoundPut, PutRecord, Record
 from rl_transferqueue.transport.control_server import Caller
 from rl_transferqueue.wire.arrays import Ints
 from rl_transferqueue.wire.messages import Answer, Clear, Cleared, Commit, TagColumn
@@ -36,6 +37,8 @@ class World:
         self.memory = {unit: bytearray(4096) for unit in range(2)}
         self.records: list[tuple[Record, Done]] = []
         self.reads: list[tuple[list[int], Callable[[Sequence[PutRecord] | OutputError], None]]] = []
+        self.read_at_once: list[list[int]] = []
+        self.stored: dict[int, Mapping[str, Block]] = {}
         self.answers: list[tuple[int, Answer | RLError]] = []
         self.puts: list[int] = []
         self.gone_rows: list[int] = []
@@ -49,17 +52,24 @@ class World:
     def write(self, record: Record, done: Done) -> None:
         self.records.append((record, done))
 
-    def read(self, generations: Sequence[int], wanted: Wanted, done: Read) -> None:
+    def find(self, generations: Sequence[int], wanted: Wanted, done: Found) -> None:
         """A test ends it with the puts that the journal has, oldest first; it can't read those that
         have no columns."""
 
         def end(puts: Sequence[PutRecord] | OutputError) -> None:
             if isinstance(puts, OutputError):
                 done(puts)
-            else:
-                done(tuple(ReadPut(it, tuple(puts[i + 1 :])) for i, it in enumerate(puts) if it.columns))
+                return
+            numbers = range(len(self.stored), len(self.stored) + len(puts))
+            sizes = [sum(memoryview(column).nbytes for column in it.columns.values()) for it in puts]
+            self.stored.update(zip(numbers, (it.columns for it in puts), strict=True))
+            done(tuple(FoundPut(numbers[i], it, sizes[i], tuple(puts[i + 1 :])) for i, it in enumerate(puts)))
 
         self.reads.append((list(generations), end))
+
+    def read(self, numbers: Sequence[int], done: Read) -> None:
+        self.read_at_once.append(list(numbers))
+        done({number: self.stored[number] or None for number in numbers})
 
     def end(self, error: OutputError | None = None) -> Record:
         """End the oldest write."""
@@ -369,6 +379,50 @@ def test_a_load_that_can_never_fit_fails() -> None:
     world.rows.loads.start("p", ("a",), ("x",), ended.append)
     world.reads[1][1](OutputError("broken"))
     assert str(ended[1]) == "broken"
+
+
+def unloaded(world: World, keys: str, nbytes: int) -> list[PutRecord]:
+    """A put of `nbytes` bytes for each key, which only the journal has."""
+    records: list[PutRecord] = []
+    for n, key in enumerate(keys, start=1):
+        world.put(key, n=n, data=True)
+        records.append(replace(recorded(world), columns={PAYLOAD: bytes([n]) * nbytes}))
+    world.ledger.unload("p", list(keys))
+    for ref in world.ledger.blocks.take_released():
+        world.capacity.give(ref.span)
+    return records
+
+
+def test_a_load_reads_a_few_puts_at_a_time_and_others_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_loads, "READ_BYTES", 1024)
+    world = World()
+    records = unloaded(world, "abcdef", 512)
+    records[2] = replace(records[2], columns={PAYLOAD: bytes([3]) * 1600})
+    ended: list[RLError | None] = []
+    world.rows.loads.start("p", tuple("abcde"), ("x",), ended.append)
+    world.rows.loads.start("p", ("f",), ("x",), ended.append)
+    world.reads[1][1](records[5:])
+    assert world.read_at_once == [], "the first load is not done"
+    world.reads[0][1](records[:5])
+    sizes = [[len(world.stored[number][PAYLOAD]) for number in numbers] for numbers in world.read_at_once]
+    assert sizes == [[512, 512], [1600], [512, 512], [512]]
+    assert (ended, places(world, *"abcdef")) == ([None, None], [1, 2, 3, 4, 5, 6])
+
+
+def test_a_load_of_more_bytes_than_the_plane_has_fails_before_anything_is_read() -> None:
+    world = World()
+    records = unloaded(world, "abc", 3000)
+    ended: list[RLError | None] = []
+    world.rows.loads.start("p", tuple("abc"), ("x",), ended.append)
+    world.reads[0][1](records)
+    assert isinstance(ended[0], BatchError)
+    assert "A read of 3 rows of partition 'p'" in str(ended[0])
+    assert "needs 9024 bytes of memory for 3 puts" in str(ended[0])
+    assert "the storage units have 8192. Read fewer rows at a time" in str(ended[0])
+    assert (world.read_at_once, world.capacity.used) == ([], 0)
+    world.rows.loads.start("p", tuple("ab"), ("x",), ended.append)
+    world.reads[1][1](records[:2])
+    assert (ended[1], places(world, "a", "b")) == (None, [1, 2])
 
 
 def room_for(world: World, nbytes: int) -> Span | None:

@@ -252,6 +252,10 @@ def test_a_plane_may_hold_more_rows_on_its_disk_than_fit_into_its_memory(tmp_pat
                 assert set(found[0].tolist()) == {number}
                 del found
                 await client.unload("p", [f"k{number}"])
+            with pytest.raises(
+                BatchError, match=rf"needs {4 * (mib - 64)} bytes .* 4 puts .* have {2 * mib}\. Read fewer"
+            ):
+                await client.get(rows, ["x"])
             pair = [await client.get(rows.select_rows([number]), ["x"]) for number in (0, 1)]
             waiting = asyncio.create_task(client.get(rows.select_rows([2]), ["x"]))
             with pytest.raises(BatchError, match=r"raise TransferQueueConfig\.capacity_mb"):

@@ -18,7 +18,7 @@ from rl_protocol import BatchData, dense
 from rl_protocol.errors import RLError
 from rl_protocol.wire import plan
 from rl_transferqueue.controller.durable.durable_rows import DurableRows
-from rl_transferqueue.controller.durable.journal_thread import Done, Read, Wanted
+from rl_transferqueue.controller.durable.journal_thread import Done, Found, Read, Wanted
 from rl_transferqueue.controller.memory_accounting.capacity import Capacity
 from rl_transferqueue.controller.rows.ledger import Ledger
 from rl_transferqueue.controller.rows.waiters import Served
@@ -69,10 +69,17 @@ class World:
 
         self.steps.append(step)
 
-    def read(self, generations: Sequence[int], wanted: Wanted, done: Read) -> None:
+    def find(self, generations: Sequence[int], wanted: Wanted, done: Found) -> None:
         def step() -> Callable[[], None]:
-            found = self.journal.read(generations, wanted)
+            found = self.journal.find(generations, wanted)
             return lambda: done(found)
+
+        self.steps.append(step)
+
+    def read(self, numbers: Sequence[int], done: Read) -> None:
+        def step() -> Callable[[], None]:
+            columns = self.journal.read(numbers)
+            return lambda: done(columns)
 
         self.steps.append(step)
 

@@ -15,7 +15,7 @@ import os
 import shutil
 import sqlite3
 import time
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from rl_protocol.support.host.portable import uses_linux
 from rl_transferqueue.journal.journal_index import JournalIndex
 from rl_transferqueue.journal.kept_answers import KeptAnswers
 from rl_transferqueue.journal.metadata import Metadata, StoredPut
-from rl_transferqueue.journal.records import ClearRecord, PutRecord, ReadPut, Record, Recovered, RecoveryReport
+from rl_transferqueue.journal.records import Block, ClearRecord, FoundPut, PutRecord, Record, Recovered, RecoveryReport
 from rl_transferqueue.journal.segment_files import DiskFiles, SegmentFiles
 from rl_transferqueue.journal.segments import Segments
 from rl_transferqueue.wire.arrays import pack_ints
@@ -113,8 +113,7 @@ class DiskJournal:
             whole: list[PutRecord] = []
             broken: list[StoredPut] = []
             for put in stored:
-                record = self._read(put)
-                if record is None:
+                if self._read(put) is None:
                     broken.append(put)
                 else:
                     whole.append(put.record)
@@ -137,14 +136,18 @@ class DiskJournal:
             )
             return Recovered(tuple(whole), frozenset(cleared), report, answers, self._last)
 
-    def read(self, generations: Collection[int], wanted: Callable[[PutRecord], bool]) -> tuple[ReadPut, ...]:
-        with self._fatal("read"):
-            puts = [put for put in self._index.puts_of(generations) if wanted(put.record)]
+    def find(self, generations: Collection[int], wanted: Callable[[PutRecord], bool]) -> tuple[FoundPut, ...]:
+        with self._fatal("find"):
             return tuple(
-                ReadPut(record, tuple(it.record for it in self._index.later(put)))
-                for put in puts
-                if (record := self._read(put)) is not None
+                FoundPut(put.number, put.record, put.nbytes, tuple(it.record for it in self._index.later(put)))
+                for put in self._index.puts_of(generations)
+                if wanted(put.record)
             )
+
+    def read(self, numbers: Collection[int]) -> Mapping[int, Mapping[str, Block] | None]:
+        with self._fatal("read"):
+            puts = {number: self._index.put(number) for number in numbers}
+            return {number: self._read(put) if put is not None else None for number, put in puts.items()}
 
     def compact(self) -> int:
         self.sync()
@@ -158,9 +161,9 @@ class DiskJournal:
                 return self._remove_unreferenced()
             moved: list[StoredPut] = []
             for put in self._index.puts_in(victims):
-                record = self._read(put)
-                if record is not None:
-                    places = self._segments.write(record.columns.values())
+                columns = self._read(put)
+                if columns is not None:
+                    places = self._segments.write(columns.values())
                     moved.append(replace(put, places=dict(zip(put.places, places, strict=True))))
             self._segments.sync()
             self._metadata.commit(moved)
@@ -185,14 +188,15 @@ class DiskJournal:
         self._index.forget(unused)
         return removed
 
-    def _read(self, put: StoredPut) -> PutRecord | None:
+    def _read(self, put: StoredPut) -> dict[str, bytes] | None:
+        """The columns of a put; None: they are missing or damaged."""
         columns: dict[str, bytes] = {}
         for name, place in put.places.items():
             data = self._segments.read(place)
             if data is None:
                 return None
             columns[name] = data
-        return replace(put.record, columns=columns)
+        return columns
 
     @contextmanager
     def _fatal(self, what: str) -> Generator[None]:

@@ -71,6 +71,10 @@ class JournalIndex:
         """Segment -> bytes of its puts."""
         return {segment: self._bytes[segment] for segment in self.segments()}
 
+    def put(self, number: int) -> StoredPut | None:
+        """The put, if it still holds a row."""
+        return self._puts.get(number)
+
     def puts_of(self, generations: Iterable[int]) -> list[StoredPut]:
         """Puts with columns of these rows, oldest first."""
         found = {number for row in generations for number in self._holders.get(row, ())}

@@ -49,6 +49,11 @@ class StoredPut:
     record: PutRecord
     places: Mapping[str, Place]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its columns."""
+        return sum(place.nbytes for place in self.places.values())
+
 
 class Metadata:
     """Tables in one database.

@@ -68,10 +68,10 @@ class RecoveryReport:
 class Recovered:
     """The puts that hold a row that is not cleared, in the order of their appends, and the report.
 
-    The puts come without their columns, which `Journal.read` returns. A put is kept whole until all
-    of its rows are cleared; `cleared` holds those that are. `answers` has the generations of the
-    rows of the last puts with an origin, as `arrays.pack_ints` packs them, also of rows that were
-    cleared since; `last_generation` is the largest of all puts ever.
+    The puts come without their columns, which `Journal.find` and `Journal.read` return. A put is
+    kept whole until all of its rows are cleared; `cleared` holds those that are. `answers` has the
+    generations of the rows of the last puts with an origin, as `arrays.pack_ints` packs them, also
+    of rows that were cleared since; `last_generation` is the largest of all puts ever.
     """
 
     puts: tuple[PutRecord, ...]
@@ -81,11 +81,15 @@ class Recovered:
     last_generation: int = 0
 
 
-class ReadPut(NamedTuple):
-    """A put that was read, and the later ones that have columns of its rows; those come without
-    their columns."""
+class FoundPut(NamedTuple):
+    """A put with columns, and the later puts that have columns of its rows. All come without the
+    bytes of their columns."""
 
+    number: int
+    """Names the put for `Journal.read`; later puts have larger numbers."""
     put: PutRecord
+    nbytes: int
+    """Bytes of its columns."""
     later: tuple[PutRecord, ...]
 
 
@@ -114,13 +118,22 @@ class Journal(Protocol):
         """Read what is durable, verify it and remove the rest. Call it once, before any append."""
         ...
 
-    def read(self, generations: Collection[int], wanted: Callable[[PutRecord], bool]) -> tuple[ReadPut, ...]:
-        """The puts with columns of these rows, in the order of their appends. A put whose bytes are
-        missing or damaged is left out.
+    def find(self, generations: Collection[int], wanted: Callable[[PutRecord], bool]) -> tuple[FoundPut, ...]:
+        """The puts with columns of these rows, in the order of their appends.
 
         Args:
             generations: of the rows.
-            wanted: whether a put, which comes without its columns, is to be read; a pure function.
+            wanted: whether a put, which comes without its columns, is to be returned; a pure
+                function.
+
+        Raises:
+            OutputError: the disk failed.
+        """
+        ...
+
+    def read(self, numbers: Collection[int]) -> Mapping[int, Mapping[str, Block] | None]:
+        """The columns of puts by their numbers; None: bytes are missing or damaged, or the journal
+        no longer has the put.
 
         Raises:
             OutputError: the disk failed.

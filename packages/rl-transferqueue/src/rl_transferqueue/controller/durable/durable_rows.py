@@ -13,7 +13,7 @@ import xxhash
 
 from rl_protocol.errors import OutputError, PlaneLostError, RLError
 from rl_protocol.support.fault_points import FaultPoint, reach
-from rl_transferqueue.controller.durable.journal_thread import Done, Read, Wanted
+from rl_transferqueue.controller.durable.journal_thread import Done, Found, Read, Wanted
 from rl_transferqueue.controller.durable.row_loads import PAYLOAD, RowLoads
 from rl_transferqueue.controller.memory_accounting.capacity import Capacity
 from rl_transferqueue.controller.memory_requests import Replies
@@ -36,7 +36,11 @@ class RecordStore(Protocol):
         """Call `done` with None once the record is durable, or with the error that prevented it."""
         ...
 
-    def read(self, generations: Sequence[int], wanted: Wanted, done: Read) -> None:
+    def find(self, generations: Sequence[int], wanted: Wanted, done: Found) -> None:
+        """Call `done` with what `Journal.find` returns, or with the error that prevented it."""
+        ...
+
+    def read(self, numbers: Sequence[int], done: Read) -> None:
         """Call `done` with what `Journal.read` returns, or with the error that prevented it."""
         ...
 
@@ -118,8 +122,9 @@ class DurableRows:
 
     def __post_init__(self) -> None:
         self.ledger.unloads = True
+        journal, memory = self.journal, self.memory
         self.loads = RowLoads(
-            self.ledger, self.capacity, self.journal.read, self.memory, self._digest, self.outcomes.short
+            self.ledger, self.capacity, journal.find, journal.read, memory, self._digest, self.outcomes.short
         )
 
     def put(self, caller: Caller, message: Commit) -> None:

@@ -7,22 +7,24 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from rl_protocol.errors import OutputError, RLError
 from rl_protocol.support.fault_points import FaultPoint, reach
 from rl_transferqueue.journal.disk_journal import open_journal
-from rl_transferqueue.journal.records import ClearRecord, Journal, PutRecord, ReadPut, Record, Recovered
+from rl_transferqueue.journal.records import Block, ClearRecord, FoundPut, Journal, PutRecord, Record, Recovered
 from rl_transferqueue.transport.event_loop import Reactor
 
 log = logging.getLogger(__name__)
 
 Done: TypeAlias = Callable[[OutputError | None], None]
 Wanted: TypeAlias = Callable[[PutRecord], bool]
-Read: TypeAlias = Callable[[tuple[ReadPut, ...] | OutputError], None]
+Found: TypeAlias = Callable[[tuple[FoundPut, ...] | OutputError], None]
+Read: TypeAlias = Callable[[Mapping[int, Mapping[str, Block] | None] | OutputError], None]
+T = TypeVar("T")
 _JOIN_S = 30.0
 """Seconds that the last write may take at the end."""
 
@@ -33,9 +35,8 @@ class _Entry(NamedTuple):
 
 
 class _Query(NamedTuple):
-    generations: Sequence[int]
-    wanted: Wanted
-    done: Read
+    answer: Callable[[Journal], Callable[[], None]]
+    """Asks the journal; returns the call back with its answer."""
 
 
 class JournalThread:
@@ -77,9 +78,13 @@ class JournalThread:
         """Call `done` with None once the record is durable, or with the error that prevented it."""
         self._queue.put(_Entry(record, done))
 
-    def read(self, generations: Sequence[int], wanted: Wanted, done: Read) -> None:
+    def find(self, generations: Sequence[int], wanted: Wanted, done: Found) -> None:
+        """Call `done` with what `Journal.find` returns, or with the error that prevented it."""
+        self._ask(lambda journal: journal.find(generations, wanted), done)
+
+    def read(self, numbers: Sequence[int], done: Read) -> None:
         """Call `done` with what `Journal.read` returns, or with the error that prevented it."""
-        self._queue.put(_Query(generations, wanted, done))
+        self._ask(lambda journal: journal.read(numbers), done)
 
     def close(self) -> None:
         """Write what is queued, without calling back, and close the journal."""
@@ -90,6 +95,12 @@ class JournalThread:
             return
         self._reactor.unwatch(self._wake_read)
         self._close_pipe()
+
+    def _ask(self, question: Callable[[Journal], T], done: Callable[[T | OutputError], None]) -> None:
+        def answer(journal: Journal) -> Callable[[], None]:
+            return partial(done, _answer(journal, question))
+
+        self._queue.put(_Query(answer))
 
     def _close_pipe(self) -> None:
         os.close(self._wake_read)
@@ -115,7 +126,7 @@ class JournalThread:
             for part in [[entry] for entry in entries] if self._each else [entries] if entries else []:
                 self._end(partial(entry.done, error) for entry, error in _commit(journal, part))
             for query in (it for it in batch if isinstance(it, _Query)):
-                self._end([partial(query.done, _read(journal, query))])
+                self._end([query.answer(journal)])
             if self._queue.empty() and any(isinstance(entry.record, ClearRecord) for entry in entries):
                 _compact(journal)
 
@@ -154,9 +165,9 @@ def _commit(journal: Journal, batch: Sequence[_Entry]) -> list[tuple[_Entry, Out
     return outcomes
 
 
-def _read(journal: Journal, query: _Query) -> tuple[ReadPut, ...] | OutputError:
+def _answer(journal: Journal, question: Callable[[Journal], T]) -> T | OutputError:
     try:
-        return journal.read(query.generations, query.wanted)
+        return question(journal)
     except OutputError as error:
         return error
 

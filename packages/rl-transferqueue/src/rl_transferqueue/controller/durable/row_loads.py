@@ -1,25 +1,27 @@
 """Rows that are read from the journal into memory, and those that leave memory for them.
 
 All blocks are in the journal, so a block that no lease holds can leave memory. Columns of a row
-that changed while the journal was read are read again: they may be older than the row.
+that changed while the journal was read are read again: they may be older than the row. The first
+load reads its puts a few at a time and the others wait for it, so reads need little memory besides
+that of the storage units.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
 import numpy as np
 
-from rl_protocol.errors import CapacityTimeout, OutputError, PlaneTimeout, RLError
-from rl_transferqueue.controller.durable.journal_thread import Read, Wanted
+from rl_protocol.errors import BatchError, CapacityTimeout, OutputError, PlaneTimeout, RLError
+from rl_transferqueue.controller.durable.journal_thread import Found, Read, Wanted
 from rl_transferqueue.controller.memory_accounting.capacity import Capacity
 from rl_transferqueue.controller.memory_accounting.occupancy import Occupancy
 from rl_transferqueue.controller.rows.ledger import Ledger
-from rl_transferqueue.journal.records import PutRecord, ReadPut
+from rl_transferqueue.journal.records import Block, FoundPut, PutRecord
 from rl_transferqueue.wire.arrays import Ints
 from rl_transferqueue.wire.header_cache import unpack_header
 from rl_transferqueue.wire.spans import Span, rounded
@@ -27,6 +29,8 @@ from rl_transferqueue.wire.spans import Span, rounded
 Loaded: TypeAlias = Callable[[RLError | None], None]
 PAYLOAD = "payload"
 """Name of a put's block in its record."""
+READ_BYTES = 16 << 20
+"""Bytes of puts that are read from the journal at a time; a larger put is read alone."""
 
 
 @dataclass(eq=False, slots=True)
@@ -41,8 +45,12 @@ class RowLoad:
     """Generations that the journal was asked for ..."""
     since: int = 0
     """... in this version of the ledger."""
-    puts: list[ReadPut] | None = None
-    """Puts that are not loaded yet; None: the journal is still being read."""
+    puts: list[FoundPut] | None = None
+    """Puts that are not loaded yet; None: they are still being looked up."""
+    payloads: dict[int, Block | None] = field(default_factory=dict[int, Block | None])
+    """By number, of those that were read; None: damaged."""
+    reading: bool = False
+    """Payloads are being read."""
     left: bool = False
     """Its caller no longer waits for it."""
     short: bool = False
@@ -55,7 +63,7 @@ class RowLoads:
 
     Args:
         ledger, capacity: of the plane.
-        read: `Journal.read` in the journal's thread.
+        find, read: `Journal.find` and `Journal.read` in the journal's thread.
         memory: bytes of a span.
         digest: of the payload of a block, see `Block`.
         on_short: called when a load begins to wait for memory.
@@ -66,7 +74,8 @@ class RowLoads:
 
     ledger: Ledger
     capacity: Capacity
-    read: Callable[[Sequence[int], Wanted, Read], None]
+    find: Callable[[Sequence[int], Wanted, Found], None]
+    read: Callable[[Sequence[int], Read], None]
     memory: Callable[[Span], memoryview]
     digest: Callable[[memoryview], bytes]
     on_short: Callable[[], None]
@@ -83,13 +92,14 @@ class RowLoads:
         `done` with None, or with the error that prevented it, unless the load was left."""
         load = RowLoad(partition, keys, fields, done)
         self._waiting.append(load)
-        self._read(load, self._away(load))
+        self._find(load, self._away(load))
         return load
 
     def leave(self, load: RowLoad) -> None:
         """Drop a load whose caller no longer waits; what it has loaded stays. Call
         `continue_loading` afterwards."""
         load.left = True
+        load.payloads.clear()
         if load in self._waiting:
             self._waiting.remove(load)
 
@@ -97,16 +107,11 @@ class RowLoads:
         """Load what waits for memory; call it when memory became free or idle."""
         while self._waiting:
             load = self._waiting[0]
-            if load.puts is None:
-                return
-            if not self._load(load, load.puts):
-                if not load.short:
-                    load.short = True
-                    self.on_short()
+            if load.puts is None or load.reading or not self._load(load, load.puts):
                 return
             away = self._away(load)
             if not np.isin(away, load.asked).all() or not self.ledger.unchanged(load.partition, away, load.since):
-                self._read(load, away)
+                self._find(load, away)
                 return
             self._waiting.popleft().done(None)
 
@@ -130,12 +135,12 @@ class RowLoads:
 
     def late(self, load: RowLoad, partition: str, timeout_s: float, held: Occupancy) -> RLError:
         """The error of a read that waited `timeout_s` seconds for a load."""
-        if load.puts is None:
+        if load.puts is None or load.reading:
             return PlaneTimeout(
                 f"Rows of partition {partition!r} were not read from the journal of the data plane within {timeout_s:.3g} s: its disk is "
                 "slow or busy. Raise TransferQueueConfig.timeout_s, or set TransferQueueConfig.journal_dir to a faster disk."
             )
-        sizes = [rounded(len(it.put.columns[PAYLOAD])) for it in load.puts if self._wants(load, it)]
+        sizes = self._sizes(load, load.puts)
         following = sizes[-1] if sizes else 0
         return CapacityTimeout(
             f"A read of rows of partition {partition!r} that are on the disk alone needs {following} bytes in one piece for the next of {len(sizes)} "
@@ -146,43 +151,105 @@ class RowLoads:
     def _away(self, load: RowLoad) -> Ints:
         return self.ledger.on_disk(load.partition, load.keys, load.fields)
 
-    def _read(self, load: RowLoad, away: Ints) -> None:
-        """Ask the journal for rows of a load that waits."""
+    def _find(self, load: RowLoad, away: Ints) -> None:
+        """Look up the puts with rows of a load that waits."""
         load.asked, load.since, load.puts = away, self.ledger.version, None
+        load.payloads.clear()
         fields = frozenset(load.fields)
 
         def wanted(put: PutRecord) -> bool:
             return not fields.isdisjoint(column.name for column in unpack_header(put.header).columns)
 
-        def found(puts: tuple[ReadPut, ...] | OutputError) -> None:
+        def found(puts: tuple[FoundPut, ...] | OutputError) -> None:
             if load.left:
                 return
             try:
                 if isinstance(puts, OutputError):
                     raise puts
-                for it in puts:
-                    self.capacity.check_size(len(it.put.columns[PAYLOAD]))
-            except RLError as error:
-                self._waiting.remove(load)
-                load.done(error)
-            else:
                 load.puts = list(puts)
-            self.continue_loading()
+                self._check_size(load, load.puts)
+            except RLError as error:
+                self._fail(load, error)
+            else:
+                self.continue_loading()
 
-        self.read(away.tolist(), wanted, found)
+        self.find(away.tolist(), wanted, found)
 
-    def _wants(self, load: RowLoad, read: ReadPut) -> bool:
-        return self.ledger.wants(read, load.since, load.asked, load.fields)
+    def _check_size(self, load: RowLoad, puts: Sequence[FoundPut]) -> None:
+        """Raise BatchError if the units could never hold the puts."""
+        for it in puts:
+            self.capacity.check_size(it.nbytes)
+        total = self.capacity.total
+        if sum(rounded(it.nbytes) for it in puts) <= total:
+            return
+        sizes = self._sizes(load, puts)
+        if sum(sizes) > total:
+            raise BatchError(
+                f"A read of {len(load.keys)} rows of partition {load.partition!r}, of which the disk alone has some, needs {sum(sizes)} bytes of "
+                f"memory for {len(sizes)} puts (rows and columns that were put together are read together), and the storage units have {total}. "
+                "Read fewer rows at a time, put fewer rows together, or raise TransferQueueConfig.capacity_mb."
+            )
 
-    def _load(self, load: RowLoad, puts: list[ReadPut]) -> bool:
-        """Load puts, and remove them from the list; returns whether there was room for all."""
+    def _fail(self, load: RowLoad, error: RLError) -> None:
+        self._waiting.remove(load)
+        load.done(error)
+        self.continue_loading()
+
+    def _sizes(self, load: RowLoad, puts: Sequence[FoundPut]) -> list[int]:
+        """Bytes of memory of those of the puts that are to be loaded."""
+        return [rounded(it.nbytes) for it in puts if self._wants(load, it)]
+
+    def _wants(self, load: RowLoad, found: FoundPut) -> bool:
+        return self.ledger.wants(found, load.since, load.asked, load.fields)
+
+    def _load(self, load: RowLoad, puts: list[FoundPut]) -> bool:
+        """Load puts, and remove them from the list; returns whether all are loaded. Otherwise the
+        load waits for payloads or for memory."""
         while puts:
+            number = puts[-1].number
             if self._wants(load, puts[-1]):
-                payload = puts[-1].put.columns[PAYLOAD]
-                block = self.make_room(partial(self.capacity.take_any, len(payload)))
-                if block is None:
+                if number not in load.payloads:
+                    self._read(load, puts)
                     return False
-                self.memory(block)[: len(payload)] = payload
-                self.ledger.load(puts[-1], block, load.since, self.digest(self.memory(block)[: len(payload)]))
+                payload = load.payloads[number]
+                if payload is not None and not self._place(load, puts[-1], payload):
+                    return False
+            load.payloads.pop(number, None)
             puts.pop()
         return True
+
+    def _place(self, load: RowLoad, found: FoundPut, payload: Block) -> bool:
+        """Copy a payload into memory; returns whether there was room."""
+        block = self.make_room(partial(self.capacity.take_any, len(payload)))
+        if block is None:
+            if not load.short:
+                load.short = True
+                self.on_short()
+            return False
+        self.memory(block)[: len(payload)] = payload
+        self.ledger.load(found, block, load.since, self.digest(self.memory(block)[: len(payload)]))
+        return True
+
+    def _read(self, load: RowLoad, puts: Sequence[FoundPut]) -> None:
+        """Read the payloads of the last of these puts."""
+        numbers: list[int] = []
+        nbytes = 0
+        for it in reversed(puts):
+            if self._wants(load, it):
+                nbytes += it.nbytes
+                if numbers and nbytes > READ_BYTES:
+                    break
+                numbers.append(it.number)
+
+        def read(columns: Mapping[int, Mapping[str, Block] | None] | OutputError) -> None:
+            load.reading = False
+            if load.left:
+                return
+            if isinstance(columns, OutputError):
+                self._fail(load, columns)
+                return
+            load.payloads = {number: it[PAYLOAD] if it is not None else None for number, it in columns.items()}
+            self.continue_loading()
+
+        load.reading = True
+        self.read(numbers, read)

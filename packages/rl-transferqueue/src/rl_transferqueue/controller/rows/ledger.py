@@ -21,7 +21,7 @@ from rl_transferqueue.controller.rows.commit_checks import check_commit, check_e
 from rl_transferqueue.controller.rows.lookup import bytes_by_unit, cells_of, existing_slots, places_of
 from rl_transferqueue.controller.rows.partition_rows import describe_rows
 from rl_transferqueue.controller.rows.waiters import Served, Waiters
-from rl_transferqueue.journal.records import PutRecord, ReadPut
+from rl_transferqueue.journal.records import FoundPut, PutRecord
 from rl_transferqueue.memory.block_epochs import Epochs
 from rl_transferqueue.wire.arrays import Ints
 from rl_transferqueue.wire.header_cache import unpack_header
@@ -231,20 +231,20 @@ class Ledger:
         """Grows with every change of a row."""
         return self._partitions.version
 
-    def wants(self, read: ReadPut, since: int, generations: Ints, fields: Collection[str]) -> bool:
+    def wants(self, found: FoundPut, since: int, generations: Ints, fields: Collection[str]) -> bool:
         """Whether the put has one of the fields of one of the rows, and the row has that field on
         the disk alone, in no later put, and has not changed after version `since`, in which the
         journal was read."""
-        found = self._unloaded(read, since, fields)
-        return any(np.isin(read.put.generations, generations)[rows].any() for _, _, rows in found)
+        parts = self._unloaded(found, since, fields)
+        return any(np.isin(found.put.generations, generations)[rows].any() for _, _, rows in parts)
 
-    def load(self, read: ReadPut, block: Span, since: int, digest: bytes = b"") -> None:
+    def load(self, found: FoundPut, block: Span, since: int, digest: bytes = b"") -> None:
         """The columns of a put that `wants` has named are in this block again, of all of its rows;
         `digest` is that of the block's payload, see `Block`."""
-        put, table = read.put, self._partitions.get(read.put.partition)
+        put, table = found.put, self._partitions.get(found.put.partition)
         made = self.blocks.add(block, put.header, put.partition, 0)
         made.digest, made.generations = digest, np.array(put.generations, np.int64)
-        for names, slots, rows in self._unloaded(read, since, _names(put.header)):
+        for names, slots, rows in self._unloaded(found, since, _names(put.header)):
             made.cells += table.columns.load(names, slots, made.ref.slot, rows)
         made.full_cells = made.cells
 
@@ -254,25 +254,26 @@ class Ledger:
         table = self._partitions.get(partition)
         return bool(table.changes.unchanged(table.find_generations(generations), since).all())
 
-    def _unloaded(self, read: ReadPut, since: int, fields: Collection[str]) -> list[tuple[list[str], Ints, Ints]]:
+    def _unloaded(self, found: FoundPut, since: int, fields: Collection[str]) -> list[tuple[list[str], Ints, Ints]]:
         """Columns of the put that later puts have written together, slots of the rows that `wants`
         means, and which rows of the put these are."""
-        table, generations = self._partitions.get(read.put.partition), np.array(read.put.generations, np.int64)
+        put, table = found.put, self._partitions.get(found.put.partition)
+        generations = np.array(put.generations, np.int64)
         slots = table.find_generations(generations)
         rows = np.flatnonzero(np.isin(generations, table.generations(slots)))
         same = table.changes.unchanged(slots, since)
-        later = [(set(_names(it.header)), np.array(it.generations, np.int64)) for it in read.later]
+        later = [(set(_names(it.header)), np.array(it.generations, np.int64)) for it in found.later]
         groups: dict[tuple[int, ...], list[str]] = {}
-        for name in _names(read.put.header):
+        for name in _names(put.header):
             if name in fields:
                 which = tuple(i for i, (names, _) in enumerate(later) if name in names)
                 groups.setdefault(which, []).append(name)
-        found: list[tuple[list[str], Ints, Ints]] = []
+        parts: list[tuple[list[str], Ints, Ints]] = []
         for which, names in groups.items():
             newer = np.concatenate([np.zeros(0, np.int64), *(later[i][1] for i in which)])
             mine = same & table.columns.on_disk(slots, names) & ~np.isin(generations[rows], newer)
-            found.append((names, slots[mine], rows[mine]))
-        return found
+            parts.append((names, slots[mine], rows[mine]))
+        return parts
 
     def clear(self, partition: str, keys: Sequence[str] | None) -> tuple[int, Served]:
         """Remove rows; returns how many there were, and watchers that are served by it."""
