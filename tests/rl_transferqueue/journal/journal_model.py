@@ -8,12 +8,17 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 import lossy_sqlite
+import numpy as np
 from lossy_disk import LossyDisk, PowerLossError
 from lossy_files import LossyFiles
+from msgspec import msgpack
 
+from rl_protocol import BatchData, dense
+from rl_protocol.wire import plan
 from rl_transferqueue.journal.disk_journal import DiskJournal
 from rl_transferqueue.journal.metadata import Metadata
 from rl_transferqueue.journal.records import ClearRecord, Journal, PutRecord, Record, Recovered
+from rl_transferqueue.wire.messages import TagColumn
 
 SEGMENT_BYTES = 4096
 LIVES = 4
@@ -24,6 +29,8 @@ class Reference:
 
     def __init__(self) -> None:
         self.puts: dict[bytes, PutRecord] = {}
+        self.written: dict[bytes, dict[int, set[str]]] = {}
+        """What each put has written, by row."""
         self.acknowledged: set[bytes] = set()
         self.cleared: set[int] = set()
         self.cleared_for_sure: set[int] = set()
@@ -38,15 +45,37 @@ class Reference:
             rows = rng.randint(1, 3)
             generations = tuple(range(self.generation + 1, self.generation + rows + 1))
             self.generation += rows
-        tag = rng.randbytes(8)
         columns = {f"column {i}": rng.randbytes(rng.choice([0, 1, 63, 600, 1500])) for i in range(rng.randint(0, 3))}
         if rng.random() < 0.05:
             columns["large"] = rng.randbytes(2 * SEGMENT_BYTES)
+        written = {it: {f"column {name}" for name in columns} for it in generations}
+        header = b""
+        if columns and rng.random() < 0.5:
+            header = msgpack.encode(plan(BatchData({name: dense(np.zeros(len(generations))) for name in columns})))
+            columns = {"payload": b"".join(columns.values())}
+        tag = self._tags(rng, written)
         record = PutRecord(
-            partition="train", keys=tuple(map(str, generations)), generations=generations, tags=tag, columns=columns
+            partition="train",
+            keys=tuple(map(str, generations)),
+            generations=generations,
+            header=header,
+            tags=tag,
+            columns=columns,
         )
-        self.puts[tag] = record
+        self.puts[tag], self.written[tag] = record, written
         return record
+
+    def _tags(self, rng: random.Random, written: dict[int, set[str]]) -> bytes:
+        """Tags of some of the rows, and one of all rows with a value that no other put has."""
+        tags: list[TagColumn] = []
+        for name in rng.sample("abc", rng.randint(0, 2)):
+            rows = sorted(rng.sample(range(len(written)), rng.randint(1, len(written))))
+            tags.append(
+                TagColumn(name, (0,) * len(rows), b"" if len(rows) == len(written) else np.array(rows, "<i4").tobytes())
+            )
+            for row in rows:
+                written[list(written)[row]].add(f"tag {name}")
+        return msgpack.encode((*tags, TagColumn("unique", (rng.getrandbits(60),) * len(written))))
 
     def clear(self, rng: random.Random) -> ClearRecord:
         gone = tuple(rng.randint(1, self.generation + 1) for _ in range(rng.randint(1, 4)))
@@ -65,10 +94,10 @@ class Reference:
         for put in found.puts:
             assert replace(put, columns={}) == replace(self.puts[put.tags], columns={})
             assert dict(put.columns) == dict(self.puts[put.tags].columns)
-        for tag, put in self.puts.items():
-            if tag in self.acknowledged and not self.cleared.issuperset(put.generations):
+        for tag in self.puts:
+            if tag in self.acknowledged and self._needed(tag, self.cleared, set(tags)):
                 assert tag in tags
-            if self.cleared_for_sure.issuperset(put.generations):
+            if not self._needed(tag, self.cleared_for_sure, self.acknowledged):
                 assert tag not in tags
         held = {it for put in found.puts for it in put.generations}
         assert self.cleared_for_sure & held <= found.cleared <= self.cleared
@@ -77,6 +106,17 @@ class Reference:
         self.puts = {tag: self.puts[tag] for tag in tags}
         self.cleared = set(found.cleared) | gone
         self.acknowledge()
+
+    def _needed(self, tag: bytes, cleared: set[int], puts: set[bytes]) -> bool:
+        """Whether a put has columns or tags of a row that is not cleared, and that no later one of
+        `puts` has written, or a row that none of these has."""
+        order = list(self.puts)
+        later = [it for it in order[order.index(tag) + 1 :] if it in puts]
+        for row, names in self.written[tag].items():
+            rest = [self.written[it][row] for it in later if row in self.written[it]]
+            if row not in cleared and (not rest or not names.issubset(set[str]().union(*rest))):
+                return True
+        return False
 
 
 def recovered(journal: Journal) -> Recovered:
@@ -135,6 +175,5 @@ def _act(journal: DiskJournal, reference: Reference, rng: random.Random) -> None
     elif action < 0.9:
         journal.sync()
         reference.acknowledge()
-    else:
-        journal.compact()
+    elif journal.compact():
         reference.acknowledge()

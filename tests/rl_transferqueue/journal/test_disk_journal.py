@@ -7,6 +7,7 @@ import itertools
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -15,13 +16,16 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from journal_model import SEGMENT_BYTES as SEGMENT
 from journal_model import opened, recovered
 from lossy_disk import LossyDisk
 from lossy_files import LossyFiles
+from msgspec import msgpack
 
 from rl_protocol.errors import ConfigError, OutputError
+from rl_protocol.support.fault_points import FaultPoint, armed_for
 from rl_transferqueue.journal.disk_journal import (
     check_journal,
     file_system_of,
@@ -32,13 +36,15 @@ from rl_transferqueue.journal.journal_index import JournalIndex
 from rl_transferqueue.journal.records import ClearRecord, Journal, Origin, PutRecord
 from rl_transferqueue.journal.segment_files import MOST_OPEN
 from rl_transferqueue.wire.arrays import unpack_ints
+from rl_transferqueue.wire.messages import TagColumn
 
 Reopen = Callable[[], Journal]
 
 
 def put(*generations: int, **columns: bytes) -> PutRecord:
     keys = tuple(f"row {it}" for it in generations)
-    return PutRecord(partition="train", keys=keys, generations=generations, header=b"h", tags=b"t", columns=columns)
+    tags = msgpack.encode((TagColumn("t", (1,) * len(generations)),))
+    return PutRecord(partition="train", keys=keys, generations=generations, tags=tags, columns=columns)
 
 
 @pytest.fixture(params=["disk", "power loss"])
@@ -158,6 +164,98 @@ def test_a_compaction_without_sparse_segments_looks_at_no_put(tmp_path: Path, mo
 
         monkeypatch.setattr(JournalIndex, "puts_in", refuse)
         assert journal.compact() == 0
+
+
+def test_a_put_is_kept_until_its_columns_and_tags_are_replaced(reopen: Reopen) -> None:
+    def tagged(*generations: int, tags: str = "", **columns: bytes) -> PutRecord:
+        written = tuple(TagColumn(name, (0,) * len(generations)) for name in tags)
+        return replace(put(*generations, **columns), tags=msgpack.encode(written))
+
+    def of_some_rows(record: PutRecord, *rows: int) -> PutRecord:
+        tag = TagColumn("m", (0,) * len(rows), np.array(rows, "<i4").tobytes())
+        return replace(record, tags=msgpack.encode((tag,)))
+
+    records = [
+        tagged(1, 2, tags="n", x=b"ab", y=b"cd"),
+        tagged(1, tags="n", x=b"e"),  # y of row 1 is in the first put alone
+        of_some_rows(put(1, 2), 1),
+        tagged(1, tags="n", x=b"f", y=b"g"),  # replaces the second put
+        tagged(2, x=b"h", y=b"i"),  # n of row 2 is in the first put alone
+        tagged(2, tags="n"),  # replaces the first put
+        tagged(3),
+        tagged(3),  # replaces the one before
+        tagged(4, 5, z=b"jk"),
+        tagged(4, z=b"l"),
+    ]
+    needed = [2, 3, 4, 5, 7, 8, 9]
+    journal = reopen()
+    journal.recover()
+    journal.append(records)
+    assert [it.put.generations for it in journal.find([1, 2], lambda _: True)] == [(1,), (2,)]
+    journal.sync()
+    journal = reopen()
+    assert list(recovered(journal).puts) == [records[i] for i in needed]
+    journal.append([ClearRecord((5,)), of_some_rows(put(1, 2), 1)])
+    journal.sync()
+    found = recovered(reopen())
+    assert list(found.puts) == [records[i] for i in needed if i not in (2, 8)] + [of_some_rows(put(1, 2), 1)]
+    assert (found.cleared, found.report.rows_kept) == (frozenset(), 4)
+
+
+def test_rows_that_are_written_again_and_again_take_no_more_room(tmp_path: Path) -> None:
+    def written(count: int) -> tuple[int, int]:
+        with open_journal(tmp_path / str(count), SEGMENT) as journal:
+            journal.recover()
+            journal.append([put(1, 2, x=b"a" * 100, y=b"b" * 100)])
+            for n in range(count):
+                journal.append([put(1, x=n.to_bytes(4, "little") * 200), put(2)])
+                journal.sync()
+                journal.compact()
+            segments = sum(1 for _ in (tmp_path / str(count) / "segments").iterdir())
+        with open_journal(tmp_path / str(count), SEGMENT) as journal:
+            found = recovered(journal)
+        assert bytes(found.puts[-2].columns["x"]) == (count - 1).to_bytes(4, "little") * 200
+        return segments, len(found.puts)
+
+    assert written(20) == written(300)
+    assert written(300)[1] == 3
+
+
+COMPACTION = """
+import sys
+from pathlib import Path
+from rl_transferqueue.journal.disk_journal import open_journal
+from rl_transferqueue.journal.records import ClearRecord, PutRecord
+with open_journal(Path(sys.argv[1]), 1 << 14) as journal:
+    journal.recover()
+    for it in range(1, 41):
+        data = it.to_bytes(8, "little") * 100
+        journal.append([PutRecord(partition="p", keys=(str(it),), generations=(it,), columns={"x": data})])
+        if it % 4:
+            journal.append([PutRecord(partition="p", keys=(str(it),), generations=(it,), columns={"x": data[::-1]})])
+            journal.append([ClearRecord((it,))] if it % 4 == 2 else [])
+        journal.sync()
+    print("synced", flush=True)
+    print(journal.compact(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("in_compaction", [False, True])
+def test_a_kill_in_the_middle_of_a_compaction_loses_nothing(tmp_path: Path, in_compaction: bool) -> None:
+    """The copies are durable and the metadata names the old blocks; `compact` syncs first."""
+    armed = armed_for(FaultPoint.JOURNAL_PAYLOAD_SYNCED, 40 + 1 + in_compaction, tmp_path / "reached")
+    command = [sys.executable, "-c", COMPACTION, str(tmp_path / "journal")]
+    ended = subprocess.run(command, env=os.environ | armed, capture_output=True, text=True, timeout=60)
+    assert (ended.stdout, ended.returncode) == ("synced\n", -signal.SIGKILL), ended.stderr
+    assert (tmp_path / "reached").exists()
+    values = {it: it.to_bytes(8, "little") * 100 for it in range(1, 41) if it % 4 != 2}
+    wanted = {it: data[::-1] if it % 4 else data for it, data in values.items()}
+    for removed in (True, False):
+        with open_journal(tmp_path / "journal", 1 << 14) as journal:
+            found = recovered(journal)
+            assert {it.generations[0]: bytes(it.columns["x"]) for it in found.puts} == wanted
+            assert (found.report.rows_kept, found.report.rows_incomplete) == (len(wanted), ())
+            assert (journal.compact() > 0) == removed, "the next one ends what was cut"
 
 
 def test_a_failed_sync_ends_the_journal() -> None:

@@ -7,8 +7,10 @@ import errno
 import os
 import random
 import signal
+import sqlite3
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -386,6 +388,44 @@ def test_rows_are_read_from_the_journal_in_parts_and_together(tmp_path: Path) ->
     asyncio.run(write(plane))
     kill(plane)
     with start_local_plane(config(tmp_path)) as plane:
+        asyncio.run(read(plane))
+
+
+def test_a_row_that_is_put_again_and_again_takes_no_more_of_the_disk(tmp_path: Path) -> None:
+    mib, count = 1 << 20, 40
+    folder = tmp_path / "journal"
+
+    async def write(plane: LocalPlane) -> None:
+        async with await connect(plane.descriptor) as client:
+            await client.put("p", ["a", "b", "c"], tags=[{"n": 0}] * 3)
+            for n in range(count):
+                batch = BatchData({"x": dense(np.full((1, 8 * mib), n, np.uint8))})
+                await client.put("p", ["b"], batch, tags=[{"n": n}])
+            for n in range(100):
+                await client.put("p", ["a", "c"], tags=[{"n": n}, {"n": -n}])
+            await until_async(lambda: few_segments(), "replaced puts leave the disk")
+
+    async def few_segments() -> bool:
+        return sum(path.stat().st_size for path in (folder / "segments").iterdir()) <= 4 * 64 * mib
+
+    async def read(plane: LocalPlane) -> None:
+        async with await connect(plane.descriptor) as client:
+            rows = await client.list_rows("p")
+            assert (rows.keys, rows.tag_values("n")) == (("a", "b", "c"), [99, count - 1, -99]), "oldest first"
+            found = await client.get(rows.select_keys(["b"]), ["x"])
+            assert set(found.dense("x").values[0].tolist()) == {count - 1}
+            assert await client.clear("p", ["b"]) == 1
+            await client.put("p", ["b"], tags=[{"n": 7}])
+            assert (await client.list_rows("p")).keys == ("a", "c", "b")
+
+    plane = start_local_plane(config(tmp_path, capacity_mb=64))
+    asyncio.run(write(plane))
+    kill(plane)
+    with closing(sqlite3.connect(folder / "metadata.sqlite")) as metadata:
+        assert metadata.execute("SELECT count(*) FROM puts").fetchone() == (2,), "the last ones"
+    with start_local_plane(config(tmp_path)) as plane:
+        assert plane.recovery is not None
+        assert (plane.recovery.rows_kept, plane.recovery.rows_incomplete) == (3, 0)
         asyncio.run(read(plane))
 
 

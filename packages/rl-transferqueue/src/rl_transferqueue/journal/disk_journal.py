@@ -3,6 +3,10 @@
     append   blocks -> newest segment                       (not durable)
     sync     segments -> names of segments -> metadata      (each durable before the next)
     clear    metadata -> segments that nothing names are deleted
+    compact  blocks -> newest segment -> metadata -> segments that nothing names are deleted
+
+A put is deleted from the metadata once each of its rows is cleared, or its columns and tags are
+replaced by later puts: in the transaction of the last of them.
 
 The metadata never names a block that is not on the disk, so what a crash leaves behind is payload
 that nothing names: `recover` removes it.
@@ -26,7 +30,7 @@ from rl_protocol.errors import ConfigError, OutputError
 from rl_protocol.support.disk_writes import fsync
 from rl_protocol.support.fault_points import FaultPoint, reach
 from rl_protocol.support.host.portable import uses_linux
-from rl_transferqueue.journal.journal_index import JournalIndex
+from rl_transferqueue.journal.journal_index import Dropped, JournalIndex
 from rl_transferqueue.journal.kept_answers import KeptAnswers
 from rl_transferqueue.journal.metadata import Metadata, StoredPut
 from rl_transferqueue.journal.records import Block, ClearRecord, FoundPut, PutRecord, Record, Recovered, RecoveryReport
@@ -63,8 +67,10 @@ class DiskJournal:
         self._failed: str | None = None
         self._new: dict[int, StoredPut] = {}
         self._cleared: set[int] = set()
-        self._dead: list[StoredPut] = []
+        self._dead: set[int] = set()
         self._forgotten: set[int] = set()
+        self._shrunk: set[int] = set()
+        """Segments that have lost a put, and were not looked at by `compact` since."""
         self._answers = KeptAnswers()
         self._last = 0
 
@@ -85,8 +91,8 @@ class DiskJournal:
                 self._last = max(self._last, *record.generations)
                 if record.origin is not None:
                     self._answers.add(record.origin, pack_ints(np.array(record.generations, np.int64)))
-                self._index.add(stored)
                 self._new[stored.number] = stored
+                self._drop(self._index.add(stored))
 
     def sync(self) -> None:
         with self._fatal("sync"):
@@ -95,13 +101,13 @@ class DiskJournal:
             self._metadata.commit(
                 self._new.values(),
                 self._cleared,
-                [put.number for put in self._dead],
+                self._dead,
                 self._forgotten,
                 *self._answers.take_changes(),
                 self._last,
             )
             self._remove_unreferenced()
-            self._new, self._cleared, self._dead, self._forgotten = {}, set(), [], set()
+            self._new, self._cleared, self._dead, self._forgotten = {}, set(), set(), set()
 
     def recover(self) -> Recovered:
         with self._fatal("recover"):
@@ -110,21 +116,22 @@ class DiskJournal:
             for place in (place for put in stored for place in put.places.values()):
                 ends[place.segment] = max(ends.get(place.segment, 0), place.offset + place.nbytes)
             cut, removed = self._segments.recover(ends)
-            whole: list[PutRecord] = []
             broken: list[StoredPut] = []
             for put in stored:
                 if self._read(put) is None:
                     broken.append(put)
                 else:
-                    whole.append(put.record)
-                    self._index.add(put)
+                    self._drop(self._index.add(put))
             noted = self._metadata.cleared()
+            self._drop(self._index.clear(noted)[1])
+            whole = tuple(put.record for put in self._index.puts())
             cleared = noted & {it for record in whole for it in record.generations}
-            self._index.clear(cleared)
             self._last = max((it for put in stored for it in put.record.generations), default=0)
             self._last = max(self._last, self._metadata.last_generation())
             answers = self._answers.restore(self._metadata.answers())
-            self._metadata.commit(dead=[put.number for put in broken], forgotten=noted - cleared)
+            dead = self._dead.union(put.number for put in broken)
+            self._metadata.commit(dead=dead, forgotten=noted - cleared, last=self._last if dead else 0)
+            self._dead, self._forgotten, self._shrunk = set(), set(), self._index.segments()
             removed += self._segments.remove(ends.keys() - self._index.segments())
             incomplete = {it for put in broken for it in put.record.generations} - noted
             kept = {it for record in whole for it in record.generations} - cleared - incomplete
@@ -134,7 +141,7 @@ class DiskJournal:
                 bytes_cut=cut,
                 segments_removed=removed,
             )
-            return Recovered(tuple(whole), frozenset(cleared), report, answers, self._last)
+            return Recovered(whole, frozenset(cleared), report, answers, self._last)
 
     def find(self, generations: Collection[int], wanted: Callable[[PutRecord], bool]) -> tuple[FoundPut, ...]:
         with self._fatal("find"):
@@ -150,12 +157,16 @@ class DiskJournal:
             return {number: self._read(put) if put is not None else None for number, put in puts.items()}
 
     def compact(self) -> int:
+        if not self._shrunk - self._segments.in_use:
+            return 0
         self.sync()
         with self._fatal("compact"):
+            shrunk = (self._shrunk & self._index.segments()) - self._segments.in_use
+            self._shrunk &= self._segments.in_use
             victims = {
                 number
-                for number, live in self._index.live_bytes().items()
-                if number not in self._segments.in_use and live < COMPACT_BELOW * self._segments.size(number)
+                for number in shrunk
+                if self._index.live_bytes(number) < COMPACT_BELOW * self._segments.size(number)
             }
             if not victims:
                 return self._remove_unreferenced()
@@ -166,6 +177,7 @@ class DiskJournal:
                     places = self._segments.write(columns.values())
                     moved.append(replace(put, places=dict(zip(put.places, places, strict=True))))
             self._segments.sync()
+            reach(FaultPoint.JOURNAL_PAYLOAD_SYNCED)
             self._metadata.commit(moved)
             for put in moved:
                 self._index.move(put)
@@ -176,10 +188,16 @@ class DiskJournal:
         self._files.close()
 
     def _clear(self, record: ClearRecord) -> None:
-        cleared, dead, forgotten = self._index.clear(record.generations)
+        cleared, dropped = self._index.clear(record.generations)
         self._cleared |= cleared
-        self._dead += dead
-        self._forgotten |= forgotten
+        self._drop(dropped)
+
+    def _drop(self, dropped: Dropped) -> None:
+        """Delete puts with the next commit."""
+        for put in dropped.puts:
+            self._dead.add(put.number)
+            self._shrunk.update(place.segment for place in put.places.values())
+        self._forgotten |= dropped.rows
 
     def _remove_unreferenced(self) -> int:
         """Delete segments that the durable metadata does not name."""

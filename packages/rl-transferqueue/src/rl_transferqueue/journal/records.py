@@ -66,10 +66,12 @@ class RecoveryReport:
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """The puts that hold a row that is not cleared, in the order of their appends, and the report.
+    """The puts that are needed, in the order of their appends, and the report.
 
     The puts come without their columns, which `Journal.find` and `Journal.read` return. A put is
-    kept whole until all of its rows are cleared; `cleared` holds those that are. `answers` has the
+    kept whole until each of its rows is cleared, or has all of its columns and tags from later
+    puts; so the first put of a row may come after those of younger rows. `cleared` holds the rows
+    of these puts that are cleared. `answers` has the
     generations of the rows of the last puts with an origin, as `arrays.pack_ints` packs them, also
     of rows that were cleared since; `last_generation` is the largest of all puts ever.
     """
@@ -141,7 +143,8 @@ class Journal(Protocol):
         ...
 
     def compact(self) -> int:
-        """Rewrite the rows of segments that are mostly dead; returns the segments removed."""
+        """Rewrite the puts of segments that have become mostly dead; returns the segments removed.
+        Costs nothing where no put was cleared or replaced."""
         ...
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 from rl_protocol.errors import OutputError, RLError
 from rl_protocol.support.fault_points import FaultPoint, reach
 from rl_transferqueue.journal.disk_journal import open_journal
-from rl_transferqueue.journal.records import Block, ClearRecord, FoundPut, Journal, PutRecord, Record, Recovered
+from rl_transferqueue.journal.records import Block, FoundPut, Journal, PutRecord, Record, Recovered
 from rl_transferqueue.transport.event_loop import Reactor
 
 log = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ class JournalThread:
                 self._end(partial(entry.done, error) for entry, error in _commit(journal, part))
             for query in (it for it in batch if isinstance(it, _Query)):
                 self._end([query.answer(journal)])
-            if self._queue.empty() and any(isinstance(entry.record, ClearRecord) for entry in entries):
+            if entries and self._queue.empty():
                 _compact(journal)
 
     def _end(self, calls: Iterable[Callable[[], None]]) -> None:

@@ -171,18 +171,22 @@ class Ledger:
             return table.next_generations(keys, first)
         return table.generations(table.slots() if keys is None else table.find(keys)[0])
 
+    def restore_rows(self, partition: str, keys: Mapping[int, str]) -> None:
+        """Add rows of an earlier plane to a new partition: their keys by generation, ascending."""
+        if keys:
+            self._partitions.get_or_add(partition).restore(tuple(keys.values()), np.array(list(keys), np.int64))
+
     def restore(self, put: PutRecord, rows: Ints) -> None:
-        """Add rows of a put of an earlier plane, with their generations. Their columns are on the
-        disk alone. Puts are restored in the order in which they were made.
+        """Add tags and columns of a put of an earlier plane to rows that are there. The columns are
+        on the disk alone. Puts are restored in the order in which they were made.
 
         Args:
             rows: which rows of the put, ascending; not empty.
         """
         keys = [put.keys[row] for row in rows.tolist()]
-        generations = np.array(put.generations, np.int64)[rows]
         self._next_generation = max(self._next_generation, max(put.generations) + 1)
         table = self._partitions.get_or_add(put.partition)
-        slots = table.restore(keys, generations)
+        slots = table.find(keys)[0]
         tags = to_rows(_tags.decode(put.tags), len(put.keys))
         table.tags.merge(slots, to_columns(keys, [tags[row] for row in rows.tolist()]))
         if put.header:

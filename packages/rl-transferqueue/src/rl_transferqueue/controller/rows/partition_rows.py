@@ -80,12 +80,10 @@ class PartitionTable:
         fresh = iter(range(first_generation, first_generation + len(keys)))
         return np.array([next(fresh) if slot is None else self._generation[slot] for slot in found], np.int64)
 
-    def restore(self, keys: Sequence[str], generations: Ints) -> Ints:
-        """Slots of the keys; those that are not there become rows with these generations, which are
-        larger than all that are there."""
-        slots, new = self.add(keys, int(generations[0]))
-        self._generation[slots[new]] = generations[new]
-        return slots
+    def restore(self, keys: Sequence[str], generations: Ints) -> None:
+        """Add rows with these generations, which ascend and are larger than all that are there."""
+        slots, _ = self.add(keys, int(generations[0]))
+        self._generation[slots] = generations
 
     def remove(self, slots: Ints) -> Places:
         """Remove rows; returns where their cells lay."""
