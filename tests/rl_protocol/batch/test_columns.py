@@ -178,6 +178,8 @@ def test_dense_refuses_what_it_can_not_store():
 def test_objects_that_msgpack_can_not_say_are_refused_by_row():
     with pytest.raises(SchemaError, match="Row 1 of an object column, a object"):
         ObjectColumn.from_values(["a", object()])
+    with pytest.raises(SchemaError, match="Row 1 of an object column, a str"):
+        ObjectColumn.from_values(["a", "\ud800"])
     with pytest.raises(SchemaError, match="Row 0 of an object column, a int"):
         ObjectColumn.from_values([2**70])
     # a JSON writer would fail on such a record later

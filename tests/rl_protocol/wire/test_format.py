@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from rl_protocol import (
     BatchData,
+    BatchError,
     Column,
     DenseColumn,
     ObjectColumn,
@@ -290,6 +291,12 @@ def test_other_formats_versions_and_double_columns_are_refused():
         wire.decode(with_header([1, 0, [["\udcff".encode("utf-8", "surrogatepass"), "dense", "int8", [], []]]], b""))
     with pytest.raises(WireError, match="header can't be read"):
         wire.decode(b"RLB1\x05\0\0\0" + b"\x93\x01\x00\x91\xff" + bytes(64))
+
+
+def test_a_column_whose_name_is_no_text_is_refused():
+    batch = BatchData({"x": dense(np.zeros(1)), "a\ud800": dense(np.zeros(1))})
+    with pytest.raises(BatchError, match=r"Names of columns .* got 'a\\ud800'"):
+        wire.encode(batch)
 
 
 def test_bad_text_in_the_header_is_a_wire_error():

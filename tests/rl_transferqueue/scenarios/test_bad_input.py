@@ -173,6 +173,39 @@ def test_bad_input_is_named_and_has_no_side_effects(plane: LocalPlane, name: str
     asyncio.run(main())
 
 
+NO_TEXT = "a\ud800"
+ONE = BatchData({"x": dense(np.ones(1))})
+NO_TEXT_IN: dict[str, Call] = {
+    "partition": lambda plane: plane.put(NO_TEXT, ["k"], ONE),
+    "key": lambda plane: plane.put("p", [NO_TEXT], ONE),
+    "key-without-data": lambda plane: plane.put("p", [NO_TEXT]),
+    "column": lambda plane: plane.put("p", ["k"], BatchData({NO_TEXT: dense(np.ones(1))})),
+    "column-of-a-draft": lambda plane: plane.alloc([ColumnSpec(name=NO_TEXT, kind="dense", dtype="int8")], 1),
+    "tag": lambda plane: plane.put("p", ["k"], tags=[{NO_TEXT: 1}]),
+    "value-of-a-tag": lambda plane: plane.put("p", ["k"], tags=[{"n": NO_TEXT}]),
+    "expected-tag": lambda plane: plane.put("p", ["k"], expect=[{"n": NO_TEXT}]),
+    "field-of-a-get": lambda plane: plane.get(meta("old", partition="p"), [NO_TEXT]),
+    "task": lambda plane: plane.wait_ready("p", count=1, task=NO_TEXT, timeout_s=60),
+    "filter": lambda plane: plane.list_rows("p", where={NO_TEXT: 1}),
+    "cleared-key": lambda plane: plane.clear("p", [NO_TEXT]),
+}
+
+
+@pytest.mark.parametrize("where", NO_TEXT_IN)
+def test_text_that_utf8_can_not_encode_is_refused_at_the_call(plane: LocalPlane, where: str) -> None:
+    async def main() -> None:
+        async with await connect(plane.descriptor) as client:
+            await client.put("p", ["old"], ONE)
+            before = await client.stats()
+            with pytest.raises(BatchError, match="that UTF-8 can encode"):
+                await NO_TEXT_IN[where](client)
+            after = await client.stats()
+            assert (after.rows, after.columns, after.bytes_used) == (before.rows, before.columns, before.bytes_used)
+            await client.clear("p")
+
+    asyncio.run(main())
+
+
 def test_rows_that_do_not_fit_together_are_an_error_when_read_together(plane: LocalPlane) -> None:
     """Without a schema, a plane accepts any column; a get never converts or drops a row."""
 

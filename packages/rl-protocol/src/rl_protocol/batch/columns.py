@@ -253,7 +253,7 @@ class ObjectColumn:
         for i, value in enumerate(values):
             try:
                 parts.append(msgspec.msgpack.encode(value))
-            except (TypeError, NotImplementedError, OverflowError, RecursionError) as error:
+            except (TypeError, ValueError, NotImplementedError, OverflowError, RecursionError) as error:
                 raise SchemaError(
                     f"Row {i} of an object column, a {type(value).__name__}, can't be encoded: {error}."
                 ) from error

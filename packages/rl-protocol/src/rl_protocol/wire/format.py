@@ -35,7 +35,7 @@ import numpy.typing as npt
 
 from rl_protocol.batch.batch_data import BatchData
 from rl_protocol.batch.columns import Column, ColumnType, column_type
-from rl_protocol.errors import UNREADABLE, SchemaError, UnknownNameError, WireError
+from rl_protocol.errors import UNREADABLE, BatchError, SchemaError, UnknownNameError, WireError
 from rl_protocol.wire.decode_columns import column_from_buffers
 
 MAGIC = b"RLB1"
@@ -77,10 +77,15 @@ def aligned(size: int) -> int:
 
 def lay_out(rows: int, columns: Iterable[tuple[str, ColumnType, Sequence[int]]]) -> Header:
     """The header that places the buffers of columns (name, type, bytes of each buffer) in a
-    payload."""
+    payload.
+
+    Raises:
+        BatchError: the name of a column can't be written as UTF-8.
+    """
     at = 0
     headers: list[ColumnHeader] = []
     for name, (kind, dtype, dims, ragged_dim), sizes in columns:
+        _check_name(name)
         places: list[tuple[int, int]] = []
         for size in sizes:
             places.append((at, size))
@@ -89,8 +94,18 @@ def lay_out(rows: int, columns: Iterable[tuple[str, ColumnType, Sequence[int]]])
     return Header(rows, at, tuple(headers))
 
 
+def _check_name(name: str) -> None:
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise BatchError(
+            f"Names of columns must be text that UTF-8 can encode, without lone surrogates; got {name!r}."
+        ) from error
+
+
 def plan(batch: BatchData) -> Header:
-    """The header that places each buffer of the batch in a payload."""
+    """The header that places each buffer of the batch in a payload; raises what `lay_out`
+    raises."""
     return lay_out(
         len(batch),
         (

@@ -570,7 +570,7 @@ def pack(message: Request | Reply) -> bytes:
         frame = _encoder.encode(message)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise BatchError(
-            f"Keys, fields and tags must be strings, numbers, booleans or None of at most 64 bits: {error}."
+            f"Partitions, keys, fields and tags must be strings that UTF-8 can encode, numbers, booleans or None of at most 64 bits: {error}."
         ) from error
     if len(frame) > MAX_FRAME:
         raise BatchError(
