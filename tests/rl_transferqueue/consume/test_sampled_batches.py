@@ -156,6 +156,42 @@ def test_rows_of_a_choice_that_is_not_published_can_be_drawn_again(
     run(body)
 
 
+@pytest.mark.parametrize("how", ["cancelled", "failed"])
+def test_a_choice_that_was_stored_is_kept_although_its_answer_is_lost(
+    run: Callable[[Body], None], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    async def body(client: Callable[[], Awaitable[DataPlane]]) -> None:
+        plane, other = await client(), await client()
+        await fill(plane, range(4))
+        put = plane.put
+        chosen: list[tuple[str, ...]] = []
+
+        async def put_and_lose(partition: str, keys: list[str], data: BatchData | None = None, **more: Any) -> Any:
+            made = await put(partition, keys, data, **more)
+            if data is not None:
+                monkeypatch.undo()
+                chosen.extend(share.keys for share in await draw(other, RankAware(2), wanted(count=2), turn="0"))
+                if how == "failed":
+                    raise PlaneTimeout("no answer")
+                drawing.cancel()
+                await asyncio.sleep(60)
+            return made
+
+        monkeypatch.setattr(plane, "put", put_and_lose)
+        drawing = asyncio.ensure_future(draw(plane, RankAware(2), wanted(count=2), turn="0"))
+        with pytest.raises(PlaneTimeout if how == "failed" else asyncio.CancelledError):
+            await drawing
+        assert chosen == [("k0",), ("k1",)]
+        following = await draw(other, RankAware(2), wanted(count=2), turn="1")
+        assert [share.keys for share in following] == [("k2",), ("k3",)]
+        again = await draw(plane, RankAware(2), wanted(count=2), turn="0")
+        assert [share.keys for share in again] == chosen, "a rank that restarts gets the rows of its turn"
+        for partition in ("p", draws_of("p")):
+            await plane.clear(partition)
+
+    run(body)
+
+
 def test_another_process_chooses_if_the_first_gives_up(run: Callable[[Body], None]) -> None:
     async def body(client: Callable[[], Awaitable[DataPlane]]) -> None:
         one, two = await client(), await client()

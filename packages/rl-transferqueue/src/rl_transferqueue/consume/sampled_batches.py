@@ -125,11 +125,17 @@ class _Drawing:
                 shares = await self.choose()
                 await self._plane.put(draws, [turn], BatchData({_SHARES: ObjectColumn.from_values([shares])}))
             except BaseException:
-                await self._plane.clear(draws, [turn])  # another process may choose, also these rows
-                keys = [key for share in shares for key in share]
-                await self._plane.reset_consumption(self._settings.partition, task=self._settings.task, keys=keys)
+                await self._give_up(turn, [key for share in shares for key in share])
                 raise
             return shares
+
+    async def _give_up(self, turn: str, keys: list[str]) -> None:
+        """Let another process choose, also these rows, unless the choice was stored: its answer may
+        be what is missing, and other processes have read it."""
+        wanted, draws = self._settings, draws_of(self._settings.partition)
+        if not await self._plane.list_rows(draws, where={"turn": turn}, fields=[_SHARES]):
+            await self._plane.clear(draws, [turn])
+            await self._plane.reset_consumption(wanted.partition, task=wanted.task, keys=keys)
 
     async def _wait(self, partition: str, version: int, state: str, where: Mapping[str, Scalar] | None = None) -> int:
         """Wait for a change after `version`; return the new version. Version 0 returns at once."""
