@@ -217,6 +217,8 @@ def test_misuse_is_refused() -> None:
         b.take(1, 2)
     with pytest.raises(BatchError, match="not there"):
         b.forget(["ghost"], "taken")
+    with pytest.raises(BatchError, match="at least 1 group; got 0"):
+        b.start(0, 3, 0.0)
 
 
 # Random sequences.
@@ -250,7 +252,7 @@ class GroupLife(RuleBasedStateMachine):
         self.book.add([f"g{self.added}"], size)
         self.added += 1
 
-    @rule(count=st.integers(0, 4), lag=st.integers(0, 1))
+    @rule(count=st.integers(1, 4), lag=st.integers(0, 1))
     def start(self, count: int, lag: int) -> None:
         leases = self.book.start(count, max(0, self.version - lag), self.now)
         used = {(old.uid, session) for old in self.leases for session in old.sessions}

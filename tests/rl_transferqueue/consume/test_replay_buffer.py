@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rl_protocol import KVBatchMeta, PlaneLostError, PlaneTimeout, RLError, RolloutError
+from rl_protocol import BatchError, KVBatchMeta, PlaneLostError, PlaneTimeout, RLError, RolloutError
 from rl_protocol.batch.kv_batch_meta import Scalar
 from rl_protocol.ports import DataPlane, GroupFailure, Lease, RowChanges, SessionResult, settle
 from rl_protocol.ports.replay import SETTLED_SUFFIX
@@ -318,6 +318,133 @@ def test_a_plane_that_answers_late_is_asked_again() -> None:
             await settle_all(plane, lease)
             assert len(await buffer.take(1, version=0, timeout_s=60)) == 1
             assert plane.late == 0
+
+    asyncio.run(main())
+
+
+def test_groups_of_a_cancelled_take_go_to_one_that_waits() -> None:
+    class Slow(MemoryDataPlane):
+        listed: asyncio.Event | None = None
+
+        async def list_rows(self, *args: Any, **kwargs: Any) -> KVBatchMeta:
+            if self.listed is not None and not self.listed.is_set():
+                self.listed.set()
+                await asyncio.Event().wait()  # until it is cancelled
+            return await super().list_rows(*args, **kwargs)
+
+    async def main() -> None:
+        plane = Slow()
+        async with ReplayBuffer(plane, "p", CONFIG) as buffer:
+            await buffer.add(["a"], 1)
+            (lease,) = await buffer.lease(1, version=0, timeout_s=60)
+            await settle_all(plane, lease)
+            await until(lambda: holds(lambda: buffer.counts()["finished"] == 1))
+            plane.listed = asyncio.Event()
+            first = asyncio.create_task(buffer.take(1, version=0, timeout_s=60))
+            await plane.listed.wait()
+            second = asyncio.create_task(buffer.take(1, version=0, timeout_s=60))
+            await asyncio.sleep(0)
+            discarding = asyncio.create_task(buffer.discard(["a"]))
+            await asyncio.sleep(0)
+            first.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await first
+            assert (await second).keys == ("a/0/0",)
+            await discarding
+        assert await left(plane) == {}
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("how", ["commit", "discard", "clear"])
+@pytest.mark.parametrize("cut", ["p/settled", "p", "p/groups"])
+def test_a_group_whose_clearing_was_interrupted_is_cleared_by_the_next_call(how: str, cut: str) -> None:
+    class Late(MemoryDataPlane):
+        late = False
+
+        async def clear(self, partition: str, keys: Sequence[str] | None = None, *, timeout_s: float = 60.0) -> int:
+            if self.late and partition == cut:
+                self.late = False
+                raise PlaneTimeout("no answer within 1 s")
+            return await super().clear(partition, keys, timeout_s=timeout_s)
+
+    async def main() -> None:
+        plane = Late()
+        async with ReplayBuffer(plane, "p", CONFIG) as buffer:
+            await buffer.add(["a", "b"], 1)
+            for lease in await buffer.lease(2, version=0, timeout_s=60):
+                await settle_all(plane, lease)
+            assert len(await buffer.take(1, version=0, timeout_s=60)) == 1
+            await until(lambda: holds(lambda: buffer.counts()["finished"] == 1))
+            plane.late = True
+            calls = {"commit": buffer.commit, "discard": buffer.discard}
+            with pytest.raises(PlaneTimeout):
+                await (calls[how](["a"]) if how in calls else buffer.clear())
+            assert "a" not in buffer.statuses()
+            await buffer.add(["a"], 1)
+            others = () if how == "clear" else ("b/0/0",)
+            assert (await plane.list_rows("p")).keys == others
+            assert set((await plane.list_rows("p/groups")).keys) == {"a", *(key[0] for key in others)}
+            (again,) = await buffer.lease(1, version=0, timeout_s=60)
+            await settle_all(plane, again)
+            taken = await buffer.take(1 + len(others), version=0, timeout_s=60)
+            assert set(taken.keys) == {"a/0/0", *others}
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("what", ["clear", "put"])
+def test_a_session_that_can_not_be_counted_in_time_is_counted_again(what: str) -> None:
+    """The owner's save of what has settled, or its clearing of a failed attempt, is late once."""
+
+    class Late(MemoryDataPlane):
+        late = ""
+
+        async def put(self, partition: str, *args: Any, **kwargs: Any) -> KVBatchMeta:
+            self._look("put" if partition == "p/groups" else "")
+            return await super().put(partition, *args, **kwargs)
+
+        async def clear(self, *args: Any, **kwargs: Any) -> int:
+            self._look("clear")
+            return await super().clear(*args, **kwargs)
+
+        def _look(self, call: str) -> None:
+            if call and self.late == call:
+                self.late = ""
+                raise PlaneTimeout("no answer within 1 s")
+
+    async def main() -> None:
+        plane = Late()
+        async with ReplayBuffer(plane, "p", CONFIG) as buffer:
+            await buffer.add(["a"], 2)
+            (lease,) = await buffer.lease(1, version=0, timeout_s=60)
+            plane.late = what
+            await settle(plane, [SessionResult(lease, 0, rows=1)], scores(0))
+            await settle(plane, [SessionResult(lease, 1, error="broken")])
+            await until(lambda: holds(lambda: not plane.late))
+            (again,) = await buffer.lease(1, version=0, timeout_s=60)
+            assert again.sessions == (2, 3)
+            await settle_all(plane, again)
+            assert set((await buffer.take(1, version=0, timeout_s=60)).keys) == {"a/2/0", "a/3/0"}
+
+    asyncio.run(main())
+
+
+def test_prompts_are_looked_up_however_they_are_given() -> None:
+    class Prompts(list[str]):
+        def __contains__(self, uid: object) -> bool:
+            raise AssertionError("each of many prompts is looked for in a list of all")
+
+    async def main() -> None:
+        plane, uids = MemoryDataPlane(), Prompts(["a", "b"])
+        async with ReplayBuffer(plane, "p", CONFIG) as buffer:
+            await buffer.add(["a", "b", "c"], 1)
+            assert await buffer.pending(uids, timeout_s=60) == ["a", "b"]
+            for lease in await buffer.lease(9, version=0, timeout_s=60, uids=uids):
+                await settle_all(plane, lease)
+            assert len(await buffer.take(2, version=0, timeout_s=60, uids=uids)) == 2
+            with pytest.raises(BatchError, match="at least 1 group; got 0"):
+                await buffer.lease(0, version=0, timeout_s=60)
 
     asyncio.run(main())
 

@@ -209,6 +209,7 @@ class ReplayBuffer(Protocol):
 
         Raises:
             PlaneTimeout: none may start before the deadline; the message has the counts by status.
+            BatchError: the count is below 1.
         """
         ...
 

@@ -100,9 +100,10 @@ class Group:
 class GroupBook:
     """All groups of one buffer.
 
-    Every operation checks its arguments before it changes anything. The caller then clears the rows
-    of `abandoned` (uid, attempt), saves the state of `changed` (uids), and empties both. `failures`
-    grows with each attempt that fails, until the caller empties it.
+    Every operation checks its arguments before it changes anything. The caller then clears all of
+    `forgotten` (uids) and the rows of `abandoned` (uid, attempt), saves the state of `changed`
+    (uids), and empties these. `failures` grows with each attempt that fails, until the caller
+    empties it.
     """
 
     def __init__(self, config: ReplayConfig, partition: str = "") -> None:
@@ -110,6 +111,7 @@ class GroupBook:
         self.partition = partition
         self.groups: dict[str, Group] = {}
         self.changed: set[str] = set()
+        self.forgotten: set[str] = set()
         self.abandoned: list[tuple[str, int]] = []
         self.failures: list[GroupFailure] = []
         self._order = 0
@@ -168,10 +170,15 @@ class GroupBook:
     def start(self, count: int, version: int, now: float, uids: Collection[str] | None = None) -> list[Lease]:
         """Start up to `count` pending groups with policy `version`, oldest first; of `uids`, if
         given.
+
+        Raises:
+            BatchError: the count is below 1.
         """
+        if count < 1:
+            raise BatchError(f"A call leases at least 1 group; got {count}.")
         self._version, self._taken = max((self._version, self._taken), (version, 0))
         leases: list[Lease] = []
-        for group in self._pending(uids)[: max(count, 0)]:
+        for group in self._pending(uids)[:count]:
             before = group.version
             group.version = version
             if self.config.when_stale == "wait" and not self._in_time([*self._open(), group], self._taken):
@@ -276,6 +283,7 @@ class GroupBook:
             if status is not None and self.groups[uid].status != status:
                 raise BatchError(f"Group {uid!r} is {self.groups[uid].status}, not {status}.")
         self.changed -= set(uids)
+        self.forgotten |= set(uids)
         return [self.groups.pop(uid) for uid in dict.fromkeys(uids)]
 
     def undo(self, uids: Sequence[str]) -> None:

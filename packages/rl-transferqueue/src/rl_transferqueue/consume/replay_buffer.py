@@ -9,7 +9,7 @@ state of each prompt (as tags), and `p/settled` the ended sessions.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, TypeVar, cast
@@ -24,6 +24,7 @@ from rl_transferqueue.consume.prompt_groups import Group, GroupBook, ReplayConfi
 
 __all__ = ["Lease", "ReplayBuffer", "settle"]
 T = TypeVar("T")
+U = TypeVar("U")
 _CALL_S = 60.0
 """Deadline of a call that does not wait."""
 
@@ -102,17 +103,24 @@ class ReplayBuffer:
 
     async def pending(self, uids: Collection[str], *, timeout_s: float) -> list[str]:
         """Wait until some of these prompts are pending; see the port."""
+        wanted = frozenset(uids)
         return await self._until(
-            lambda: self._book.pending(uids) or None, lambda _: [], f"no prompt of {len(uids)} is pending", timeout_s
+            lambda: self._book.pending(wanted) or None,
+            lambda _: [],
+            _as_is,
+            f"no prompt of {len(wanted)} is pending",
+            timeout_s,
         )
 
     async def lease(
         self, count: int, *, version: int, timeout_s: float, uids: Collection[str] | None = None
     ) -> list[Lease]:
         """Lease up to `count` prompts to roll out with policy `version`; see the port."""
+        wanted = None if uids is None else frozenset(uids)
         return await self._until(
-            lambda: self._book.start(count, version, self._clock(), uids) or None,
+            lambda: self._book.start(count, version, self._clock(), wanted) or None,
             lambda leases: [lease.uid for lease in leases],
+            _as_is,
             f"no prompt of {count} may start",
             timeout_s,
         )
@@ -122,19 +130,14 @@ class ReplayBuffer:
     ) -> KVBatchMeta:
         """Take the `count` oldest finished groups to train policy `version`; see the port."""
         self._book.check_take(count, version)
-        groups = await self._until(
-            lambda: self._book.take(count, max(version, self._book.version), uids),
+        wanted = None if uids is None else frozenset(uids)
+        return await self._until(
+            lambda: self._book.take(count, max(version, self._book.version), wanted),
             lambda taken: [group.uid for group in taken],
+            self._rows_of,
             f"fewer than {count} groups can be taken",
             timeout_s,
         )
-        try:
-            return await self._plane.list_rows(
-                self._partition, keys=[key for group in groups for key in group.row_keys]
-            )
-        except BaseException:
-            self._book.undo([group.uid for group in groups])
-            raise
 
     async def commit(self, uids: Sequence[str]) -> None:
         """Clear taken groups, and all their rows; see the port."""
@@ -147,8 +150,11 @@ class ReplayBuffer:
     async def clear(self) -> None:
         """Clear all groups and rows, in any status, and the failures."""
         async with self._changed:
-            self._book = GroupBook(self._config, self._partition)
+            before, self._book = self._book, GroupBook(self._config, self._partition)
+            self._book.forgotten = before.forgotten | before.groups.keys()
             await self._clear_partitions()
+            self._book.forgotten.clear()
+            self._changed.notify_all()
 
     def counts(self) -> dict[GroupStatus, int]:
         """Number of groups by status; any thread may ask."""
@@ -171,10 +177,19 @@ class ReplayBuffer:
         found, self._book.failures = self._book.failures, []
         return found
 
+    async def _rows_of(self, groups: Sequence[Group]) -> KVBatchMeta:
+        return await self._plane.list_rows(self._partition, keys=[key for group in groups for key in group.row_keys])
+
     async def _until(
-        self, attempt: Callable[[], T | None], uids: Callable[[T], list[str]], what: str, timeout_s: float
-    ) -> T:
-        """Try after every change, until the deadline; undo the result if it can't be saved."""
+        self,
+        attempt: Callable[[], T | None],
+        uids: Callable[[T], list[str]],
+        finish: Callable[[T], Awaitable[U]],
+        what: str,
+        timeout_s: float,
+    ) -> U:
+        """Try after every change, until the deadline; undo the result if it can't be saved or
+        finished, and let others try."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         async with self._changed:
             while True:
@@ -182,12 +197,14 @@ class ReplayBuffer:
                 result = attempt()
                 try:
                     await self._save()
+                    if result is not None:
+                        return await finish(result)
                 except BaseException:
                     self._book.undo(uids(result) if result is not None else [])
                     raise
-                if result is not None:
-                    self._changed.notify_all()
-                    return result
+                finally:
+                    if result is not None:
+                        self._changed.notify_all()
                 try:
                     async with asyncio.timeout_at(deadline):
                         await self._changed.wait()
@@ -199,13 +216,19 @@ class ReplayBuffer:
 
     async def _forget(self, uids: Sequence[str], status: GroupStatus | None = None) -> None:
         async with self._changed:
-            gone = self._book.forget(uids, status)
-            if not self._book.groups:
-                await self._clear_partitions()
-            else:
-                await self._clear_rows_of({group.uid for group in gone})
-                await self._plane.clear(self._groups, list(uids))
+            self._book.forget(uids, status)
             self._changed.notify_all()
+            await self._clear_forgotten()
+
+    async def _clear_forgotten(self) -> None:
+        """Clear groups that have left the book; a later call ends what was interrupted."""
+        forgotten = self._book.forgotten
+        if forgotten and not self._book.groups:
+            await self._clear_partitions()
+        elif forgotten:
+            await self._clear_rows_of(forgotten)
+            await self._plane.clear(self._groups, sorted(forgotten))
+        forgotten.clear()
 
     async def _clear_partitions(self) -> None:
         for partition in (self._settled, self._partition, self._groups):
@@ -214,25 +237,32 @@ class ReplayBuffer:
     async def _listen(self) -> None:
         """Count sessions that settle, and conclude groups whose lease ended before the last answer
         of the plane was asked for, so that it has all that settled in time."""
+        late = False
         try:
             while True:
                 now, expiry = self._clock(), self._book.next_expiry()
                 # A lease that starts during the wait ends later than `lease_s` from now.
                 seconds = self._config.lease_s if expiry is None else min(max(0.0, expiry - now), self._config.lease_s)
                 try:
-                    changes = await self._plane.watch(self._settled, since=self._seen, timeout_s=seconds)
+                    await self._follow(now, 0.0 if late else seconds)
+                    late = False
                 except PlaneTimeout:  # the controller is slow, or is being replaced: callers have their own deadlines
-                    continue
-                async with self._changed:
-                    self._seen = changes.version
-                    for tag in changes.rows.tags:
-                        await self._count(_Result.of(tag))
-                    self._book.expire(now)
-                    await self._save()
-                    self._changed.notify_all()
+                    late = True
         finally:
             async with self._changed:
                 self._changed.notify_all()
+
+    async def _follow(self, now: float, seconds: float) -> None:
+        """Wait for sessions that settle, and count them; repeated after an error, it counts those
+        that it has not counted."""
+        changes = await self._plane.watch(self._settled, since=self._seen, timeout_s=seconds)
+        async with self._changed:
+            for tag in changes.rows.tags:
+                await self._count(_Result.of(tag))
+            self._seen = changes.version
+            self._book.expire(now)
+            self._changed.notify_all()
+            await self._save()
 
     def _check_listener(self) -> None:
         if self._listener is None or self._listener.cancelled():
@@ -254,9 +284,11 @@ class ReplayBuffer:
     async def _save(self) -> None:
         """Save the book's changes in the plane.
 
-        Abandoned attempts are cleared first, so that an interrupted save clears them again later.
+        What was forgotten or abandoned is cleared first, so that an interrupted save clears it
+        again later.
         """
         book = self._book
+        await self._clear_forgotten()
         while book.abandoned:
             uid, attempt = book.abandoned[0]
             await self._clear_rows({"uid": uid, "attempt": attempt})
@@ -289,6 +321,10 @@ class ReplayBuffer:
             rows = await self._plane.list_rows(partition, where=where)
             if rows:
                 await self._plane.clear(partition, rows.keys)
+
+
+async def _as_is(result: T) -> T:
+    return result
 
 
 @dataclass(frozen=True, slots=True)
