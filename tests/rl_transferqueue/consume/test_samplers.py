@@ -95,6 +95,12 @@ def test_groups_that_contradict_themselves_are_refused() -> None:
         Groups("uid", 2).units(rows([{"uid": "x"}, {}]))
     with pytest.raises(BatchError, match=r"k1.*-4"):
         LengthBalanced(1, "len").sample(rows([{"len": 3}, {"len": -4}]), 2)
+    with pytest.raises(BatchError, match=r"k0.*True"):
+        LengthBalanced(1, "len").sample(rows([{"len": True}]), 1)
+    with pytest.raises(BatchError, match="integer size"):
+        Groups("uid", "n").units(rows([{"uid": "x", "n": True}]))
+    with pytest.raises(ConfigError, match="1 for 2 rank"):
+        balance([7], 2)
 
 
 def test_users_define_their_own() -> None:
@@ -127,7 +133,7 @@ def test_groups_stay_whole_no_row_goes_to_two_and_the_oldest_go_first(
         assert all(a.isdisjoint(b) for a, b in itertools.combinations(per_rank, 2))
 
 
-@given(st.lists(st.integers(0, 10_000), max_size=60), st.integers(1, 7))
+@given(st.lists(st.integers(0, 10_000) | st.integers(0, 2**64 - 1), max_size=60), st.integers(1, 7))
 def test_part_weights_differ_at_most_by_the_spread_of_the_items(weights: list[int], ranks: int) -> None:
     weights = weights[: len(weights) // ranks * ranks]
     parts = balance(weights, ranks)

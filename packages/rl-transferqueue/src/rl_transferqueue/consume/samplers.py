@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, TypeAlias, runtime_checkable
 
-import numpy as np
-
 from rl_protocol.batch.kv_batch_meta import KVBatchMeta
 from rl_protocol.errors import BatchError, ConfigError
 
@@ -79,7 +77,7 @@ class Groups:
         for group, rows in members.items():
             values = {sizes[row] for row in rows}
             size = values.pop()
-            if values or not isinstance(size, int) or len(rows) > size:
+            if values or not isinstance(size, int) or isinstance(size, bool) or len(rows) > size:
                 raise BatchError(
                     f"Group {group!r} ({self.tag!r}) has {len(rows)} ready rows, the first is {ready.keys[rows[0]]!r}, "
                     f"and its size ({self.size!r}) is {sorted(map(str, (size, *values)))}; all rows must have the same "
@@ -181,7 +179,7 @@ class LengthBalanced:
 
 
 def _weight(key: str, value: object) -> int:
-    if not isinstance(value, int) or value < 0:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise BatchError(f"The weight of row {key!r} must be an integer >= 0; got {value!r}.")
     return value
 
@@ -200,8 +198,8 @@ def balance(weights: Sequence[int], ranks: int) -> list[list[int]]:
     Returns:
         Item numbers of each part, ascending.
     """
-    _check_count(max(len(weights), ranks), ranks)
-    order = np.argsort(-np.asarray(weights, dtype=np.int64), kind="stable").tolist()
+    _check_count(len(weights) or ranks, ranks)
+    order = sorted(range(len(weights)), key=lambda item: -weights[item])
     parts: list[list[int]] = [[] for _ in range(ranks)]
     sums = [0] * ranks
     for start in range(0, len(order), ranks):
