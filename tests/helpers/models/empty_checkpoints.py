@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rl_trainer import Workers
@@ -23,14 +23,21 @@ class Nothing(StatefulWorker):
         return await self.handle(method, payload)
 
 
-def save_checkpoints(folder: Path, steps: Sequence[int], config: str) -> None:
-    """Write a checkpoint of each step of a run with this configuration, YAML."""
+def save_checkpoints(
+    folder: Path,
+    steps: Sequence[int],
+    config: str,
+    *,
+    inputs: Mapping[str, Mapping[str, str]] | None = None,
+    prompt_order: bytes = b"",
+) -> None:
+    """Write a checkpoint of each step of a run with this configuration, YAML, and these files."""
 
     async def save():
         workers = Workers(rollout=[], actor=[Nothing()], reward=Nothing())
-        writer = CheckpointWriter(folder, config=config, keep=0, workers=workers, timeout_s=120)
+        writer = CheckpointWriter(folder, config=config, inputs=inputs, keep=0, workers=workers, timeout_s=120)
         for step in steps:
-            await writer.begin(RunState(step=step), None)
+            await writer.begin(RunState(step=step, prompt_order=prompt_order), None)
         await writer.finish()
 
     asyncio.run(save())

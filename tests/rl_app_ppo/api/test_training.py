@@ -155,7 +155,9 @@ def test_an_error_of_a_package_and_the_log_have_the_keys_of_the_app(launch, tmp_
 def test_a_finished_run_is_not_touched(launch, tmp_path, monkeypatch):
     from rl_app_ppo.outputs.resume import Start
 
-    monkeypatch.setattr(facts, "find_start", lambda config, folder: Start(finished=True, notes=["done already"]))
+    monkeypatch.setattr(
+        facts, "find_start", lambda config, folder, inputs: Start(finished=True, notes=["done already"])
+    )
     result = launch(AssertionError("it was started"), "trainer.resume_mode=auto")
     assert result.run_folder == tmp_path / "out" / "a"
     assert not (tmp_path / "out").exists()
@@ -165,7 +167,9 @@ def test_a_finished_run_whose_end_was_cut_removes_its_journal(launch, tmp_path, 
     from rl_app_ppo.outputs.resume import Start
     from rl_transferqueue.journal.disk_journal import open_journal
 
-    monkeypatch.setattr(facts, "find_start", lambda config, folder: Start(finished=True, notes=["done already"]))
+    monkeypatch.setattr(
+        facts, "find_start", lambda config, folder, inputs: Start(finished=True, notes=["done already"])
+    )
     with open_journal(tmp_path / "out" / "a" / "journal"):
         pass
     launch(AssertionError("it was started"), "trainer.resume_mode=auto")
@@ -202,10 +206,10 @@ def test_a_run_from_a_checkpoint_starts_again_from_it(launch, tmp_path, monkeypa
     from rl_app_ppo.outputs.resume import Start
 
     checkpoint = SimpleNamespace(manifest=SimpleNamespace(step=3), folder=tmp_path / "other" / "step-000003")
-    monkeypatch.setattr(facts, "find_start", lambda config, folder: Start(checkpoint=checkpoint))
+    monkeypatch.setattr(facts, "find_start", lambda config, folder, inputs: Start(checkpoint=checkpoint))
     found = []
 
-    def find_start(config, folder):
+    def find_start(config, folder, inputs):
         found.append([path.name for path in (folder / "checkpoints").iterdir()])
         return Start()
 

@@ -9,13 +9,19 @@ from empty_checkpoints import save_checkpoints
 
 from rl_app_ppo.config.loading import load_config, to_yaml
 from rl_app_ppo.inputs.epochs import with_length
+from rl_app_ppo.inputs.input_files import InputFiles
 from rl_app_ppo.outputs.metrics_file import kept_metrics
-from rl_app_ppo.outputs.resume import Start, find_start
+from rl_app_ppo.outputs.resume import Start
+from rl_app_ppo.outputs.resume import find_start as find_start_with
 from rl_app_ppo.outputs.run_folder import set_aside
 from rl_protocol import ConfigError, OutputError
 from rl_trainer.checkpoints.checkpoint_folder import step_name
 
 RESUME = ("trainer.run_name=r", "trainer.resume_mode=auto")
+
+
+def find_start(config, folder, inputs=InputFiles()):  # noqa: B008 - it is frozen
+    return find_start_with(config, folder, inputs)
 
 
 @pytest.fixture
@@ -145,6 +151,69 @@ def test_the_order_of_a_list_is_part_of_what_is_learnt_and_its_form_is_not(folde
         raise AssertionError("no checkpoint has the configuration")
     start = find_start(config("trainer.logger=console"), folder)
     assert "changed since then: trainer.logger: ['console', 'tensorboard'] -> ['console']" in start.notes
+
+
+# -- files of the run
+BEFORE = InputFiles(
+    data={"data.train_files": {"a.jsonl": "1", "b.jsonl": "2"}, "data.val_files": {"v.jsonl": "3"}},
+    code={"reward.function": {"/x/r.py": "4"}},
+)
+FILES = ("data.train_files=[a.jsonl,b.jsonl]", "data.val_files=v.jsonl")
+
+
+@pytest.fixture
+def with_files(tmp_path):
+    """A run folder with a checkpoint of a run that has read BEFORE."""
+    save_checkpoints(tmp_path / "checkpoints", [2], to_yaml(config(*FILES)), inputs=BEFORE.digests)
+    return tmp_path
+
+
+def changed(key, name):
+    """BEFORE with another digest of a file."""
+    return InputFiles(
+        **{
+            kind: {k: {n: "9" if (k, n) == (key, name) else d for n, d in files.items()} for k, files in groups.items()}
+            for kind, groups in (("data", BEFORE.data), ("code", BEFORE.code))
+        }
+    )
+
+
+@pytest.mark.parametrize(("key", "name"), [("data.train_files", "b.jsonl"), ("data.val_files", "v.jsonl")])
+def test_a_changed_data_file_is_refused_until_it_is_accepted(with_files, key, name):
+    assert find_start(config(*FILES), with_files, BEFORE).notes[1:] == []
+    now = changed(key, name)
+    with pytest.raises(ConfigError, match=rf"^{key}: {name} is not the file that .* set data\.on_changed_file=accept"):
+        find_start(config(*FILES), with_files, now)
+    notes = find_start(config(*FILES, "data.on_changed_file=accept"), with_files, now).notes
+    assert notes[1:] == [f"warning: {name} ({key}) has changed since then; it is accepted (data.on_changed_file)"]
+
+
+def test_a_finished_run_with_changed_data_is_refused_too(with_files):
+    (with_files / "checkpoint").mkdir()
+    done = config(*FILES, "trainer.total_training_steps=2")
+    assert find_start(done, with_files, BEFORE).finished
+    with pytest.raises(ConfigError, match=r"^data\.train_files: a\.jsonl is not the file"):
+        find_start(done, with_files, changed("data.train_files", "a.jsonl"))
+
+
+def test_scores_of_rows_that_have_changed_are_not_used(tmp_path):
+    save_checkpoints(
+        tmp_path / "checkpoints", [2], to_yaml(config(*FILES)), inputs=BEFORE.digests, prompt_order=b"scores"
+    )
+    accepting = config(*FILES, "data.on_changed_file=accept")
+    assert find_start(accepting, tmp_path, BEFORE).checkpoint is not None
+    with pytest.raises(ConfigError, match=r"a\.jsonl has changed .* which has the scores of its rows"):
+        find_start(accepting, tmp_path, changed("data.train_files", "a.jsonl"))
+
+
+def test_changed_code_is_a_warning(with_files):
+    notes = find_start(config(*FILES), with_files, changed("reward.function", "/x/r.py")).notes
+    assert notes[1:] == ["warning: the code /x/r.py (reward.function) has changed since then"]
+
+
+def test_checkpoints_without_digests_are_resumed(folder):
+    """As those of older versions."""
+    assert find_start(config(), folder, BEFORE).notes == find_start(config(), folder).notes
 
 
 def test_auto_needs_a_name():

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rl_app_ppo.config.loading import load_config
+from rl_app_ppo.inputs.input_files import InputFiles
 from rl_app_ppo.outputs.run_folder import JOURNAL, RunFiles, set_aside
 from rl_app_ppo.outputs.run_journal import (
     check_kept_rows,
@@ -70,11 +71,11 @@ def test_the_journal_is_in_the_folder_of_the_run_unless_another_is_set(tmp_path)
     assert plane_settings(config("transfer_queue.journal_dir=/x"), files).journal_dir == "/x"
     off = config("transfer_queue.durability=off")
     assert plane_settings(off, files) == off.transfer_queue
-    assert keep_rows(off, files.folder) is None
+    assert keep_rows(off, files.folder, InputFiles()) is None
 
 
 def test_only_settings_that_change_what_is_sampled_make_rows_useless(tmp_path):
-    before = keep_rows(config(), tmp_path / "a")
+    before = keep_rows(config(), tmp_path / "a", InputFiles())
     assert before is not None
     assert before.run == "a"
     for same in (
@@ -83,7 +84,7 @@ def test_only_settings_that_change_what_is_sampled_make_rows_useless(tmp_path):
         "trainer.save_freq=3",
         "rollout.val_kwargs.n=2",
     ):
-        assert keep_rows(config(same), tmp_path / "a") == before, same
+        assert keep_rows(config(same), tmp_path / "a", InputFiles()) == before, same
     for other in (
         "rollout.temperature=0.5",
         "actor.optim.lr=1e-5",
@@ -91,7 +92,16 @@ def test_only_settings_that_change_what_is_sampled_make_rows_useless(tmp_path):
         "algorithm.name=ppo",
         "rollout.n=4",
     ):
-        assert keep_rows(config(other), tmp_path / "a") != before, other
+        assert keep_rows(config(other), tmp_path / "a", InputFiles()) != before, other
+
+
+def test_rows_of_other_data_are_not_used(tmp_path):
+    def rows(digest, code="1"):
+        inputs = InputFiles(data={"data.train_files": {"a.jsonl": digest}}, code={"reward.function": {"/r.py": code}})
+        return keep_rows(config(), tmp_path / "a", inputs)
+
+    assert rows("1") == rows("1") == rows("1", code="2")  # rewards are computed again
+    assert rows("1") != rows("2")
 
 
 def test_rows_in_the_journal_of_a_new_run_are_refused():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import hashlib
 import json
 import os
 import subprocess
@@ -19,7 +20,7 @@ from prompt_rows import ALPHABET, TEMPLATE, characters, row
 from rl_protocol import ConfigError, OutputError
 from rl_trainer.data.chat_template import PromptEncoder
 from rl_trainer.data.prompt_files import open_files
-from rl_trainer.data.prompt_preparation import DataFiles
+from rl_trainer.data.prompt_preparation import DataFiles, file_digest
 from rl_trainer.data.prompt_rows import parse_row
 
 
@@ -140,6 +141,29 @@ def test_the_rows_of_each_file_are_counted(tmp_path, encoder):
     a, b = write_jsonl(tmp_path / "a.jsonl", [row("1"), {}]), write_jsonl(tmp_path / "b.jsonl", [row("2")] * 3)
     empty = write_jsonl(tmp_path / "c.jsonl", [{}])
     assert open_files(files(b, empty, a, on_bad_row="skip"), encoder, tmp_path / "cache").rows_of_files == (3, 0, 1)
+
+
+def test_the_digest_of_a_file_follows_its_content_alone(tmp_path, encoder):
+    a, b = write_jsonl(tmp_path / "a.jsonl", [row("1")]), write_jsonl(tmp_path / "b.jsonl", [row("2")])
+    cache = tmp_path / "cache"
+    expected = [hashlib.sha256(path.read_bytes()).hexdigest() for path in (b, a)]
+    assert [*open_files(files(b, a), encoder, cache).digests_of_files] == expected
+    os.utime(a, (1, 1))
+    assert [*open_files(files(b, a), encoder, cache).digests_of_files] == expected
+    write_jsonl(a, [row("3")])
+    same, other = open_files(files(b, a), encoder, cache).digests_of_files
+    assert same == expected[0]
+    assert other == hashlib.sha256(a.read_bytes()).hexdigest() != expected[1]
+
+
+def test_the_digest_of_a_folder_follows_names_and_contents(tmp_path):
+    digests = set[str]()
+    for name, content in (("x", "1"), ("x", "2"), ("y", "1")):
+        folder = tmp_path / f"{name}{content}"
+        folder.mkdir()
+        (folder / name).write_text(content)
+        digests |= {file_digest(folder), file_digest(folder)}
+    assert len(digests) == 3
 
 
 # -- bad rows and files

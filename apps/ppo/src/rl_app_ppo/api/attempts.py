@@ -16,6 +16,7 @@ from rl_app_ppo.config.full_keys import FullKeysFormatter
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.driver.restart_policy import RestartPolicy
 from rl_app_ppo.driver.run import RunPlan, run
+from rl_app_ppo.inputs.input_files import InputFiles
 from rl_app_ppo.outputs.console import Screen
 from rl_app_ppo.outputs.recorder import Recorder
 from rl_app_ppo.outputs.resume import Start, find_start
@@ -41,6 +42,8 @@ class Attempts:
     """The configuration for the run folder, whose length may be in epochs."""
     graph: StepGraph
     files: RunFiles
+    inputs: InputFiles
+    """The files that the run reads."""
     start: Start
     """Of the first attempt."""
     plugins: PluginPolicy
@@ -79,7 +82,7 @@ class Attempts:
         Raises:
             OutputError: all its checkpoints are damaged.
         """
-        found = find_start(config, self.files.folder)
+        found = find_start(config, self.files.folder, self.inputs)
         return found if found.checkpoint else replace(found, checkpoint=self.start.checkpoint)
 
     def _attempt(
@@ -101,6 +104,7 @@ class Attempts:
                 config=config,
                 graph=self.graph,
                 files=files,
+                inputs=self.inputs,
                 start=start,
                 record=record,
                 plugins=self.plugins,

@@ -71,6 +71,7 @@ def run_training(
         written=written,
         graph=facts.graph,
         files=files,
+        inputs=facts.inputs,
         start=start,
         plugins=plugins,
         restarts=policy,

@@ -22,6 +22,7 @@ from rl_app_ppo.demo.settings import ModelSettings
 from rl_app_ppo.demo.tokenizer import demo_tokenizer
 from rl_app_ppo.inputs.data import open_data
 from rl_app_ppo.inputs.epochs import with_length
+from rl_app_ppo.inputs.input_files import InputFiles, input_files
 from rl_app_ppo.inputs.session import check_rows, session_of
 from rl_app_ppo.inputs.tokenizer import load_tokenizer, vision_of
 from rl_app_ppo.outputs.resume import Start, find_start
@@ -133,6 +134,11 @@ class Facts:
         return data
 
     @cached_property
+    def inputs(self) -> InputFiles:
+        """The files that the run reads."""
+        return input_files(self.config, self.data)
+
+    @cached_property
     def longest(self) -> int:
         """Tokens of the longest prompt."""
         return max(rows.longest for rows in self.data.values())
@@ -178,4 +184,4 @@ class Facts:
     @cached_property
     def start(self) -> Start:
         """Where the run starts."""
-        return find_start(self.with_steps, self.folder)
+        return find_start(self.with_steps, self.folder, self.inputs)

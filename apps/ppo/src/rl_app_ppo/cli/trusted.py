@@ -7,7 +7,6 @@ An answer holds for the path and the content, and is kept outside of run folders
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,13 +17,10 @@ import platformdirs
 from rich.console import Console
 
 from rl_app_ppo.cluster.environment import environment
+from rl_app_ppo.inputs.code_files import code_files
 from rl_protocol.support.disk_writes import write_errors
 from rl_protocol.support.trusted_files import digest, given_files, variables_for
 
-_NAMED = re.compile(r"([^\s=,\[\]*'\"]+(?:\.py(?=:)|\.toml))")
-"""A file of code, or of a scorer, in the value of a setting."""
-_SERVERS = "rollout.agent.mcp.servers"
-"""The setting that names a file of programs to start."""
 Ask = Callable[[str], bool]
 
 
@@ -94,7 +90,7 @@ def _asker(err: Console) -> Ask | None:
 def _files_of(words: Sequence[str]) -> list[Path]:
     """The files that the words name in or below the current folder, where symbolic links end."""
     settings = [(key, value) for key, equals, value in (word.partition("=") for word in words) if equals]
-    files = [one for key, value in settings for one in ([value] if key == _SERVERS else _NAMED.findall(value))]
+    files = [one for key, value in settings for one in code_files(key, value)]
     paths = [Path(file).resolve() for file in files]
     return [path for path in dict.fromkeys(paths) if path.is_relative_to(Path.cwd()) and path.is_file()]
 

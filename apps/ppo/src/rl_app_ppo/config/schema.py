@@ -48,6 +48,7 @@ LONGEST_NAME = 200
 """Bytes of trainer.run_name: names of files that contain it have at most 255."""
 E = TypeVar("E", bound=EngineConfig)
 ON_BAD_ROW = ("error", "skip")
+ON_CHANGED_FILE = ("error", "accept")
 DEMO_USED = "!model.path or !train_files"
 """The demo task is trained on, or the demo model is warmed up on it."""
 
@@ -101,6 +102,13 @@ class DataConfig(Options):
     )
     on_bad_row: str = option(
         "error", "invalid rows: error, or skip (the number is reported)", choices=ON_BAD_ROW, needs="train_files"
+    )
+    on_changed_file: str = option(
+        "error",
+        "files of train_files and val_files that have changed since the checkpoint from which a run resumes: error, or accept (each is named)",
+        choices=ON_CHANGED_FILE,
+        needs="train_files",
+        resume="silent",
     )
     demo: str = option("sums", "demo: task", choices=DEMOS, needs=DEMO_USED)
     train_size: int = option(4000, "demo: problems in the training split", ge=1, needs=DEMO_USED)

@@ -21,6 +21,7 @@ from rl_app_ppo.driver.restart_policy import RestartPolicy
 from rl_app_ppo.driver.weight_sync import OnStep, make_sync, measured
 from rl_app_ppo.driver.workers import WorkerPool
 from rl_app_ppo.inputs.data import about_validation, open_data, sessions_of, train_order
+from rl_app_ppo.inputs.input_files import InputFiles
 from rl_app_ppo.outputs.console import LossNotes, OldLogProbNotes, Screen
 from rl_app_ppo.outputs.metric_sinks import CONSOLE, logger_names, open_sinks
 from rl_app_ppo.outputs.metrics_file import JSONLSink, kept_metrics
@@ -57,6 +58,8 @@ class RunPlan(ProcessPlan):
 
     graph: StepGraph
     """The stages of a step, from `Facts`."""
+    inputs: InputFiles
+    """The files that the run reads."""
     start: Start
     """The beginning, or a checkpoint."""
     record: RunRecord
@@ -249,6 +252,7 @@ def _trainer_parts(
     checkpoints = CheckpointWriter(
         plan.files.checkpoints,
         config=to_yaml(config),
+        inputs=plan.inputs.digests,
         keep=config.trainer.max_ckpt_to_keep,
         workers=rollout.workers,
         timeout_s=config.trainer.stage_timeout_s,
@@ -275,7 +279,7 @@ def _trainer_parts(
         on_step=rollout.on_step,
         checkpoints=checkpoints,
         batches=BatchFolder(plan.files.batches, to_yaml(config)),
-        keep_rows=keep_rows(config, plan.files.folder),
+        keep_rows=keep_rows(config, plan.files.folder, plan.inputs),
         hooks=hooks,
     )
 

@@ -46,6 +46,11 @@ class DemoDataset:
         return ()
 
     @property
+    def digests_of_files(self) -> tuple[str, ...]:
+        """Empty: the rows are from no file."""
+        return ()
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest prompt."""
         return max(len(row.prompt_ids) for row in self._rows)

@@ -9,6 +9,7 @@ from pathlib import Path
 from rl_app_ppo.config.loading import flat_settings, to_yaml
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.config.training_backends import get_training_backend
+from rl_app_ppo.inputs.input_files import Digests, InputFiles
 from rl_app_ppo.outputs.run_folder import CHECKPOINTS, MODEL
 from rl_protocol import ConfigError, OutputError
 from rl_protocol.support.option_tree import list_options
@@ -30,12 +31,17 @@ class Start:
     """Notes for the user: skipped checkpoints, changed settings."""
 
 
-def find_start(config: AppConfig, folder: Path) -> Start:
-    """Find the checkpoint of trainer.resume_mode; `folder` is the folder of the run.
+def find_start(config: AppConfig, folder: Path, inputs: InputFiles) -> Start:
+    """Find the checkpoint of trainer.resume_mode.
+
+    Args:
+        config: the configuration of the run.
+        folder: the folder of the run.
+        inputs: the files that it reads.
 
     Raises:
-        ConfigError: it is no whole checkpoint, or differs in a key that must not change; names the
-            key.
+        ConfigError: it is no whole checkpoint, or differs in a key that must not change, or in the
+            content of a data file; names the key.
         OutputError: the run folder has a finished run or damaged checkpoints, but no checkpoint to
             resume from. Starting over would overwrite it.
     """
@@ -59,6 +65,7 @@ def find_start(config: AppConfig, folder: Path) -> Start:
     done = checkpoint.manifest.step
     if mode == "auto" and done == config.trainer.total_training_steps and (folder / MODEL).exists():
         changes(checkpoint, config)
+        _changed_files(checkpoint, config, inputs)
         return Start(
             checkpoint=checkpoint,
             finished=True,
@@ -68,6 +75,7 @@ def find_start(config: AppConfig, folder: Path) -> Start:
         )
     notes.append(f"resumes after step {checkpoint.manifest.step} ({checkpoint.folder})")
     notes += [f"changed since then: {change}" for change in changes(checkpoint, config)]
+    notes += _changed_files(checkpoint, config, inputs)
     return Start(checkpoint=checkpoint, notes=notes)
 
 
@@ -108,6 +116,45 @@ def changes(checkpoint: Checkpoint, config: AppConfig) -> list[str]:
             )
     _check_length(checkpoint, config)
     return [f"{key}: {before[key]!r} -> {value!r}" for key, value in differ.items() if rules[key] != "silent"]
+
+
+def _changed_files(checkpoint: Checkpoint, config: AppConfig, inputs: InputFiles) -> list[str]:
+    """Notes about files whose content has changed since the checkpoint.
+
+    Files that the checkpoint has no digest of are left out, as in one of an older version.
+
+    Raises:
+        ConfigError: a data file has changed, and data.on_changed_file does not accept that.
+    """
+    notes, before = list[str](), checkpoint.manifest.inputs
+    for key, name in _differing(before, inputs.data):
+        if config.data.on_changed_file != "accept":
+            raise ConfigError(
+                f"{key}: {name} is not the file that the checkpoint {checkpoint.folder} was trained with: its content has changed. Put "
+                "that file back, set data.on_changed_file=accept to continue with the changed one, or set trainer.resume_mode=disable and "
+                "another trainer.run_name for a new run."
+            )
+        if checkpoint.run_state.prompt_order:
+            raise ConfigError(
+                f"{key}: {name} has changed since the checkpoint {checkpoint.folder}, which has the scores of its rows "
+                f"(data.curriculum={config.data.curriculum}), so data.on_changed_file=accept can't be used. Put that file back, or set "
+                "trainer.resume_mode=disable and another trainer.run_name for a new run."
+            )
+        notes.append(f"warning: {name} ({key}) has changed since then; it is accepted (data.on_changed_file)")
+    notes += [
+        f"warning: the code {name} ({key}) has changed since then" for key, name in _differing(before, inputs.code)
+    ]
+    return notes
+
+
+def _differing(before: Digests, now: Digests) -> list[tuple[str, str]]:
+    """Key and path of the files whose digests differ."""
+    return [
+        (key, name)
+        for key, files in now.items()
+        for name, digest in files.items()
+        if before.get(key, {}).get(name, digest) != digest
+    ]
 
 
 def _moves_rows(key: str, before: Mapping[str, object], now: Mapping[str, object]) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rl_app_ppo.config.loading import flat_settings, to_yaml
 from rl_app_ppo.config.schema import AppConfig
+from rl_app_ppo.inputs.input_files import InputFiles
 from rl_app_ppo.outputs.run_folder import RunFiles
 from rl_protocol import ConfigError
 from rl_protocol.support.option_tree import list_options
@@ -86,11 +87,13 @@ def require_own_rows(settings: TransferQueueConfig, found: Recovery | None, *, r
         )
 
 
-def keep_rows(config: AppConfig, folder: Path) -> KeepRows | None:
-    """Which rows the run may use after a restart; None: it has no journal."""
+def keep_rows(config: AppConfig, folder: Path, inputs: InputFiles) -> KeepRows | None:
+    """Which rows the run may use after a restart: those generated with these settings and data
+    files; None: it has no journal.
+    """
     if config.transfer_queue.durability == "off":
         return None
-    settings = json.dumps(weight_settings(config), sort_keys=True, default=str)
+    settings = json.dumps([weight_settings(config), inputs.data], sort_keys=True, default=str)
     return KeepRows(run=folder.name, settings=hashlib.sha256(settings.encode()).hexdigest())
 
 

@@ -68,6 +68,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     software: dict[str, str] = {}
     """Package -> version."""
     config_sha256: str
+    inputs: dict[str, dict[str, str]] = {}
+    """SHA-256 of the files that the run has read, by setting and path; empty: none or unknown."""
     files: dict[str, FileFacts]
     """Files by path below the folder, without the manifest."""
     digest: str = ""

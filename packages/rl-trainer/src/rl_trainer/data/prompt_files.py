@@ -24,7 +24,7 @@ from rl_trainer.data.prompt_rows import PromptRow
 
 logger = logging.getLogger(__name__)
 _UNFINISHED = ".unfinished-"
-FORMAT = 6
+FORMAT = 7
 """Version of the preparation; increase it when equal files and settings give another result."""
 _READERS = {".csv": "from_csv", ".json": "from_json"}
 """Other kinds of files, and the method of `datasets.Dataset` that reads them."""
@@ -42,6 +42,11 @@ class FilePrompts:
     def rows_of_files(self) -> tuple[int, ...]:
         """Usable rows of each file, in order."""
         return self.report.rows_of_files
+
+    @property
+    def digests_of_files(self) -> tuple[str, ...]:
+        """SHA-256 of each file, in order, when it was prepared."""
+        return self.report.digests_of_files
 
     @property
     def longest(self) -> int:

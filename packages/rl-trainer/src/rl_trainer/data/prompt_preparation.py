@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -58,6 +59,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Largest token id of all usable prompts."""
     rows_of_files: tuple[int, ...]
     """Usable rows of each file, in order."""
+    digests_of_files: tuple[str, ...]
+    """SHA-256 of each file, in order, as `file_digest`; empty: it can't be read."""
     images: int
     """Number of images of all usable rows."""
 
@@ -86,6 +89,22 @@ def prepare(files: DataFiles, encoder: PromptEncoder, target: Path) -> Report:
     if not report.rows:
         raise ConfigError(f"No usable row in {', '.join(map(str, files.paths))}: {_why_none(report, files, tally)}")
     return report
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file; of a folder: of the names and digests of its files.
+
+    Raises:
+        SchemaError: it can't be read.
+    """
+    if path.is_dir():
+        parts = [(one.name, file_digest(one)) for one in sorted(path.iterdir()) if one.is_file()]
+        return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise SchemaError(f"it can't be read: {error.strerror}") from error
 
 
 def _why_none(report: Report, files: DataFiles, tally: _Tally) -> str:
@@ -122,6 +141,7 @@ class _Tally:
     largest_token: int = 0
     images: int = 0
     rows_of_files: Counter[Path] = field(default_factory=Counter[Path])
+    digests: dict[Path, str] = field(default_factory=dict[Path, str])
     bad: BadRows = field(default_factory=BadRows)
 
     def report(self, paths: Sequence[Path]) -> Report:
@@ -133,6 +153,7 @@ class _Tally:
             longest=self.longest,
             largest_token=self.largest_token,
             rows_of_files=tuple(self.rows_of_files[path] for path in paths),
+            digests_of_files=tuple(self.digests.get(path, "") for path in paths),
             images=self.images,
         )
 
@@ -155,6 +176,7 @@ def _usable(files: DataFiles, encoder: PromptEncoder, tally: _Tally, folder: Pat
     for path in files.paths:
         place = str(path)
         try:
+            tally.digests[path] = file_digest(path)
             for number, raw in _raw_rows(path):
                 place = f"{path}, row {number}"
                 tally.bad.rows_of_files[path] += 1

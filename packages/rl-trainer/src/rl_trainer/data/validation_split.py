@@ -43,6 +43,11 @@ class PreparedPrompts(PromptDataset, Protocol):
         ...
 
     @property
+    def digests_of_files(self) -> tuple[str, ...]:
+        """SHA-256 of each file, in order, as `file_digest` of `prompt_preparation` gives it."""
+        ...
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest prompt."""
         ...
@@ -67,6 +72,8 @@ class Subset:
         ends = np.searchsorted(numbers, np.cumsum([0, *rows.rows_of_files]))
         self.rows_of_files: tuple[int, ...] = tuple(np.diff(ends).tolist())
         """Rows of each file that are in the subset."""
+        self.digests_of_files = rows.digests_of_files
+        """SHA-256 of each file."""
         self.longest = rows.longest
         """Tokens of the longest prompt of the whole data set."""
         self.largest_token = rows.largest_token

@@ -65,14 +65,25 @@ class CheckpointWriter:
     Args:
         folder: absolute path of the checkpoints; created with the first one.
         config: the configuration of the run, YAML.
+        inputs: SHA-256 of the files that the run reads, by setting and path.
         keep: number of newest checkpoints to keep, beside the best one; 0: all.
         workers: the workers that hold state.
         timeout_s: longest time of a worker to copy its state, and to write it.
     """
 
-    def __init__(self, folder: Path, *, config: str, keep: int, workers: Workers, timeout_s: float) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        config: str,
+        inputs: Mapping[str, Mapping[str, str]] | None = None,
+        keep: int,
+        workers: Workers,
+        timeout_s: float,
+    ) -> None:
         self._folder = folder
         self._config = config
+        self._inputs = {key: dict(files) for key, files in (inputs or {}).items()}
         self._keep = keep
         self._roles = state_holders(workers)
         self._timeout_s = timeout_s
@@ -178,6 +189,7 @@ class CheckpointWriter:
             written=datetime.now(UTC).isoformat(timespec="seconds"),
             software=_software(),
             config_sha256=hashlib.sha256(config).hexdigest(),
+            inputs=self._inputs,
             files={**files, **own},
         )
         publish(temporary, self.folder_of(state.step), manifest)
