@@ -13,7 +13,7 @@ from concurrent.futures import Future, wait
 import pytest
 
 from rl_app_ppo.api import event_loop
-from rl_app_ppo.api.event_loop import run_interruptibly
+from rl_app_ppo.api.event_loop import interrupts_deferred, run_interruptibly
 
 
 async def double(value: int) -> int:
@@ -121,3 +121,41 @@ def test_ctrl_c_as_the_coroutine_of_a_notebook_ends_is_no_other_error(monkeypatc
             run_interruptibly(double(3))
 
     asyncio.run(cell())
+
+
+def test_ctrl_c_during_imports_waits_for_their_end():
+    done = list[str]()
+
+    def imports() -> None:
+        with interrupts_deferred():
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            done.append("imported")
+
+    with pytest.raises(KeyboardInterrupt):
+        imports()
+    assert done == ["imported"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_that_is_ignored_stays_ignored_during_imports():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with interrupts_deferred():
+            signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_imports_in_another_thread_leave_the_handlers_alone():
+    found = list[bool]()
+
+    def imports() -> None:
+        with interrupts_deferred():
+            found.append(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+
+    thread = threading.Thread(target=imports)
+    thread.start()
+    thread.join()
+    assert found == [True]

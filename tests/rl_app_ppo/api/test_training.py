@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from io import StringIO
 from types import FunctionType, SimpleNamespace
@@ -51,6 +52,16 @@ def test_a_run_that_is_refused_leaves_no_folder(launch, tmp_path):
     with pytest.raises(ConfigError, match="no such reward"):
         launch(ConfigError("no such reward"))
     assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("mode", ["disable", "auto"])
+def test_a_start_that_was_interrupted_can_be_repeated_and_keeps_its_files(launch, tmp_path, mode):
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            launch(asyncio.CancelledError(), f"trainer.resume_mode={mode}")
+    folder = tmp_path / "out" / "a"
+    assert "the run was interrupted" in (folder / "attempts" / "1" / "logs" / "driver.log").read_text()
+    assert {path.name for path in folder.iterdir()} == {"attempts", "config.yaml", "logs", "record"}
 
 
 def test_a_folder_that_was_there_stays(launch, tmp_path):

@@ -37,9 +37,9 @@ def python(code):
 @pytest.mark.parametrize(
     ("entry", "module"), [("rl", "rl_app_ppo.cli.rl"), ("rl", "omegaconf"), ("main", "rl_app_ppo.cli.main")]
 )
-def test_ctrl_c_during_imports_prints_nothing(entry, module):
+def test_ctrl_c_during_imports_prints_one_line(entry, module):
     done = python(INTERRUPTED_AT.format(module=module, entry=entry))
-    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "interrupted\n")
 
 
 def test_the_handler_is_as_before_when_the_command_starts():

@@ -53,8 +53,39 @@ def test_a_run_folder_is_new_and_empty(tmp_path):
     assert made.is_new
     assert not list(made.path.iterdir())
     assert not create_run_folder(tmp_path / "outputs" / "a", resume=True).is_new
+    (made.path / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(OutputError, match=r"^/.*/outputs/a exists already; .*trainer\.resume_mode=auto\.$"):
         create_run_folder(tmp_path / "outputs" / "a")
+
+
+@pytest.mark.parametrize(
+    "left", [(), ("config.yaml", "logs/", "record/"), ("config.yaml", "attempts/", "metrics.jsonl")]
+)
+def test_a_start_that_was_interrupted_does_not_keep_its_name(tmp_path, left):
+    fill(tmp_path / "a", left)
+    made = create_run_folder(tmp_path / "a")
+    assert not made.is_new
+    assert {path.name for path in made.path.iterdir()} == {name.rstrip("/") for name in left}
+
+
+@pytest.mark.parametrize("left", ["checkpoints/", "checkpoint/", "journal/", "samples/", "batches/", "my-notes.txt"])
+def test_a_folder_with_anything_that_a_run_has_made_keeps_its_name(tmp_path, left):
+    fill(tmp_path / "a", ["config.yaml", left])
+    with pytest.raises(OutputError, match="exists already"):
+        create_run_folder(tmp_path / "a")
+
+
+def test_a_run_that_starts_keeps_its_name(tmp_path):
+    fill(tmp_path / "a", ["config.yaml"])
+    with occupied(tmp_path / "a"), pytest.raises(OutputError, match="exists already"):
+        create_run_folder(tmp_path / "a")
+
+
+def fill(folder, names):
+    """Make files, and folders for names with a slash."""
+    folder.mkdir()
+    for name in names:
+        (folder / name).mkdir() if name.endswith("/") else (folder / name).write_text("")
 
 
 def test_a_folder_that_cannot_be_made_or_has_no_room_is_refused(tmp_path):

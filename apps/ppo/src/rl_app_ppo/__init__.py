@@ -5,12 +5,13 @@ command `rl` can handle Ctrl-C from its first moment.
 """
 
 import importlib
-import typing
 
-if typing.TYPE_CHECKING:
+TYPE_CHECKING = False  # importing typing takes longer than all else before Ctrl-C is handled
+if TYPE_CHECKING:
     from rl_app_ppo.api.result import TrainResult
     from rl_app_ppo.api.train import train
     from rl_protocol import ConfigError, RLError
+del TYPE_CHECKING
 
 __version__ = "0.1.0"
 __all__ = ["ConfigError", "RLError", "TrainResult", "__version__", "train"]
@@ -23,7 +24,7 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> typing.Any:
+def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

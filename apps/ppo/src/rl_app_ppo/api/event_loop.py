@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,32 @@ def _run_in_thread(work: Coroutine[Any, Any, T], interrupted: Callable[[], None]
             with suppress(RuntimeError):  # the coroutine has just ended, and its loop is closed
                 loop.call_soon_threadsafe(task.cancel)
             raise  # leaving the pool waits until the coroutine has cleaned up
+
+
+@contextmanager
+def interrupts_deferred() -> Generator[None]:
+    """Let Ctrl-C within take effect at the end: for imports, which it would leave half done.
+
+    Ray that is half imported prints a traceback when the process ends.
+
+    Raises:
+        KeyboardInterrupt: at the end, if Ctrl-C was pressed and raises it at other times.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[tuple[int, FrameType | None]] = []
+    before = signal.getsignal(signal.SIGINT)
+    if not callable(before):  # ignored, or not installed from Python
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda number, frame: arrived.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if arrived:
+            before(*arrived[0])
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from contextlib import ExitStack, closing, contextmanager
 from rich.console import Console
 from rich.text import Text
 
+from rl_app_ppo.api.event_loop import interrupts_deferred
 from rl_app_ppo.api.result import TrainResult
 from rl_app_ppo.cluster.environment import compute_settings, environment, ray_settings
 from rl_app_ppo.cluster.local.fork_server import ForkServer
@@ -60,7 +61,7 @@ def launch(
         KeyboardInterrupt: the run was interrupted; its processes have ended.
     """
     with launched(config, out, variables, before_s=before_s) as (startup, fork_server):
-        with startup.phase("imports", "importing libraries"):
+        with startup.phase("imports", "importing libraries"), interrupts_deferred():
             # imports Ray, which reads the settings above at import
             from rl_app_ppo.api.training import run_training
         return run_training(config, plugins, out, startup, fork_server)

@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -64,6 +65,8 @@ def run_training(
         return TrainResult.of(RunFiles(folder=folder.resolve()), steps)
     trainer = config.trainer
     created = create_run_folder(folder, resume=trainer.resume_mode == "auto", named=bool(trainer.run_name))
+    if trainer.resume_mode != "auto" and not created.is_new:
+        start = replace(start, set_aside=True)
     files = RunFiles(folder=created.path.resolve())
     screen, policy, began = Screen(out), RestartPolicy(config.restart), time.perf_counter()
     attempts = Attempts(

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 
 def rl() -> None:
@@ -28,12 +28,21 @@ def main() -> None:
 
 @contextmanager
 def _interrupts_end_the_process() -> Generator[None]:
-    """Ctrl-C ends the process without a traceback, as long as it only imports."""
+    """Ctrl-C ends the process at once and without a traceback, as long as it only imports."""
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, _end)
     yield
     signal.signal(signal.SIGINT, handler)
+
+
+def _end(number: int, frame: object) -> None:
+    """Die of the signal, which a shell reports as 130; imports may catch what a handler raises."""
+    del frame
+    with suppress(OSError):
+        os.write(2, b"interrupted\n")
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)
 
 
 @contextmanager

@@ -46,6 +46,10 @@ _MOST_RUNS = 3
 """Runs that a message names."""
 ATTEMPTS = "attempts"
 """Name of the folder for the files of attempts that ended before a checkpoint."""
+_OF_START = frozenset(
+    {_PROBE, ATTEMPTS, RECORD, "config.yaml", "curve.png", "logs", "metrics.jsonl", "report.html", "tensorboard"}
+)
+"""Files and folders that a run may have before its first step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,7 @@ def create_run_folder(folder: Path, *, resume: bool = False, named: bool = True)
             in the same second has just made it.
 
     Raises:
-        OutputError: it exists already, or can't be written.
+        OutputError: as `check_new`, or it can't be written.
     """
     with writing(folder):
         is_new = not named or not folder.exists()
@@ -77,7 +81,7 @@ def create_run_folder(folder: Path, *, resume: bool = False, named: bool = True)
             folder.mkdir(parents=True, exist_ok=True)
         else:
             check_new(folder)
-            folder.mkdir(parents=True)
+            folder.mkdir(parents=True, exist_ok=not is_new)
         probe = folder / _PROBE
         probe.write_bytes(b"\0" * 4096)
         probe.unlink()
@@ -123,16 +127,24 @@ def check_room(output_dir: Path, min_free_mb: int) -> str:
 
 
 def check_new(folder: Path) -> None:
-    """Check that there is no run folder of this name.
+    """Check that there is no run folder of this name, unless its run ended while it started.
 
     Raises:
         OutputError: there is one.
     """
-    if folder.exists():
+    if folder.exists() and not _only_started(folder):
         raise OutputError(
             f"{folder} exists already; nothing is overwritten. Set trainer.run_name to another name, or resume "
             "the run with trainer.resume_mode=auto."
         )
+
+
+def _only_started(folder: Path) -> bool:
+    """Whether the run of a folder has ended before it wrote metrics, checkpoints or a journal."""
+    if not folder.is_dir() or not {path.name for path in folder.iterdir()} <= _OF_START:
+        return False
+    metrics = RunFiles(folder=folder).metrics
+    return not (metrics.exists() and metrics.stat().st_size) and is_free(folder)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rl_app_ppo.api.event_loop import run_interruptibly
+from rl_app_ppo.api.event_loop import interrupts_deferred, run_interruptibly
 from rl_app_ppo.api.launch import launched
 from rl_app_ppo.checks.facts import Facts
 from rl_app_ppo.checks.registry import preflight
@@ -116,9 +116,10 @@ def _trained(
     own = RunFiles(folder=folder)
     own.logs.mkdir()
     with launched(config, progress) as (startup, fork_server):
-        # imports Ray, which reads the environment at import
-        from rl_app_ppo.driver.processes import ProcessPlan
-        from rl_app_ppo.driver.retrain import retrain
+        with interrupts_deferred():
+            # imports Ray, which reads the environment at import
+            from rl_app_ppo.driver.processes import ProcessPlan
+            from rl_app_ppo.driver.retrain import retrain
 
         screen = Screen(progress)
         for warning in preflight(Facts(config, plugins)):
