@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from rl_app_ppo.outputs.run_folder import RunFiles
 from rl_app_ppo.report.page import write_report
@@ -18,7 +18,8 @@ EVERY_S = 60.0
 MOST_SHARE = 0.01
 """Share of the time in which reports are written, at most."""
 CLOSE_S = 60.0
-"""Seconds that the last report may take after the run."""
+"""Seconds after the run in which the report that is being written must be there, or the user is
+told what the run waits for."""
 
 
 class ReportWriter(Hook):
@@ -29,11 +30,13 @@ class ReportWriter(Hook):
 
     Args:
         files: of the run.
+        say: prints a line for the user.
         every_s: as EVERY_S.
     """
 
-    def __init__(self, files: RunFiles, every_s: float = EVERY_S) -> None:
+    def __init__(self, files: RunFiles, say: Callable[[str], None], every_s: float = EVERY_S) -> None:
         self._files = files
+        self._say = say
         self._every_s = every_s
         self._next = time.monotonic() + every_s
         self._writing: asyncio.Task[None] | None = None
@@ -45,9 +48,21 @@ class ReportWriter(Hook):
             self._writing = asyncio.create_task(self._write())
 
     async def close(self) -> None:
-        """Wait until the report that is being written is there, at most CLOSE_S seconds."""
-        if self._writing is not None:
-            await asyncio.wait({self._writing}, timeout=CLOSE_S)
+        """Wait until the report that is being written is there, at most CLOSE_S seconds.
+
+        The thread that writes a late one can't be stopped, and `asyncio.run` waits for it. The last
+        report of the run is written after that, so nothing is lost.
+        """
+        if self._writing is None:
+            return
+        _, late = await asyncio.wait({self._writing}, timeout=CLOSE_S)
+        if late:
+            text = (
+                f"the report {self._files.report} is being written for more than {CLOSE_S:g} s after the run; the run ends "
+                "once it is there, and then writes its last report"
+            )
+            logger.warning(text)
+            self._say(text)
 
     async def _write(self) -> None:
         began = time.monotonic()

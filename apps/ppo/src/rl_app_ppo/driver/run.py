@@ -117,7 +117,7 @@ async def run(plan: RunPlan, screen: Screen, startup: Startup) -> Recorder:
             **named_hooks(config.trainer.hooks),
             **_console_hooks(plan, screen),
             "reward failures": RewardFailures(warnings),
-            "the report": (report := ReportWriter(files)),
+            "the report": (report := ReportWriter(files, screen.note)),
         }
         stack.push_async_callback(report.close)
         if config.trainer.profile_steps:
