@@ -48,6 +48,7 @@ def write_run(
     with (folder / "metrics.jsonl").open("w") as file:
         for step in range(steps + 1):
             metrics = {"critic/score/mean": step / steps, "timing_s/gen": 0.5, "timing_s/step": 1.0, HOSTILE[1]: 1.0}
+            metrics |= {f"training/rollout_probs_diff_quarter_{i}": i / 8 * step / steps for i in (1, 2, 3, 4) if step}
             if step % 2 == 0:
                 metrics["val-core/sums/acc/mean@1"] = step / steps
             file.write(json.dumps({"step": step, **metrics}) + "\n")

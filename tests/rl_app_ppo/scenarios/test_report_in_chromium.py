@@ -69,6 +69,24 @@ def test_every_view_opens_by_its_hash_without_an_error(tmp_path, dark, width):
     assert "\u202e" not in "".join(shown.values())
 
 
+def test_the_gap_by_position_has_a_curve_for_each_quarter_of_a_response(tmp_path):
+    write_report([write_run(tmp_path / "a", texts=("t",))], tmp_path / "report.html")
+
+    async def work():
+        async with page(PROGRAM) as tab:
+            await tab.open((tmp_path / "report.html").as_uri())
+            await tab.show("#curves")
+            chart = (
+                "[...document.querySelectorAll('figure')].find((one) => one.innerText.startsWith('Gap by position'))"
+            )
+            await tab.wait_for(f"{chart}.querySelector('canvas')")
+            return await tab.evaluate(f"{chart}.querySelector('.legend').innerText"), tab.problems
+
+    shown, problems = asyncio.run(work())
+    last = ["first quarter of the response 0.125", "second 0.25", "third 0.375", "last 0.5", "last"]
+    assert (shown.split("\n"), problems) == (last, [])
+
+
 def test_clicks_and_keys_lead_from_a_curve_to_a_token(tmp_path):
     write_report([write_run(tmp_path / "a", texts=("one ", "two ", "three "))], tmp_path / "report.html")
 

@@ -11,6 +11,7 @@ export const CURVES: Curve[] = [
   { title: "Entropy", what: "nats per token", metrics: [["actor/entropy", "policy"]] },
   { title: "Response length", what: "tokens", metrics: [["response_length/mean", "mean"], ["response_length/max", "longest"]] },
   { title: "Rollout/trainer gap", what: "difference of probabilities", metrics: [["training/rollout_probs_diff_mean", "mean"], ["training/rollout_probs_diff_max", "largest"]] },
+  { title: "Gap by position", what: "mean difference of probabilities", metrics: [["training/rollout_probs_diff_quarter_1", "first quarter of the response"], ["training/rollout_probs_diff_quarter_2", "second"], ["training/rollout_probs_diff_quarter_3", "third"], ["training/rollout_probs_diff_quarter_4", "last"]] },
   { title: "Staleness", what: "versions", metrics: [["training/off_policy/trajectory_staleness/mean", "mean"], ["training/off_policy/trajectory_staleness_worst/max", "worst"]] },
   { title: "Throughput", what: "tokens per second", metrics: [["perf/throughput", "tokens/s"]] },
   { title: "Step time", what: "seconds", metrics: [["timing_s/step", "step"], ["timing_s/gen", "generation"], ["timing_s/update_actor", "update"]] },
