@@ -152,6 +152,15 @@ def test_an_interaction_that_does_not_answer_fails_the_session(monkeypatch):
         converse(row(interaction_kwargs={"name": "teacher", "answer": "42"}), "41", call_timeout_s=0.05)
 
 
+def test_an_interaction_that_exits_fails_the_session(monkeypatch):
+    def leave(self, text):
+        raise SystemExit(2)
+
+    monkeypatch.setattr(Teacher, "reply", leave)
+    with pytest.raises(RolloutError, match=r"sys\.exit\(2\) was called"):
+        converse(row(interaction_kwargs={"name": "teacher", "answer": "42"}), "41")
+
+
 @pytest.mark.parametrize("name", DIALECTS)
 def test_a_message_of_the_user_is_not_an_answer_of_a_tool(name):
     message = DIALECTS[name].message("Again.")

@@ -185,6 +185,10 @@ def fails(arguments):
     raise KeyError("the disk")
 
 
+def exits(arguments):
+    raise SystemExit(2)
+
+
 @pytest.mark.parametrize(
     ("call", "act", "why"),
     [
@@ -194,6 +198,7 @@ def fails(arguments):
         (Call("odd", {"seconds": "3"}), None, "error: odd: Expected `int`, got `str` - at `$.seconds`"),
         (Call("odd", {"seconds": 3, "minutes": 1}), None, "error: odd: Object contains unknown field `minutes`"),
         (Call("odd", {"seconds": 3}), fails, "error: odd: KeyError: 'the disk'"),
+        (Call("odd", {"seconds": 3}), exits, "error: odd: SystemExit: 2"),
         (Call("odd", {"seconds": 3}), lambda _: 3, "error: odd returned int in place of a text"),
     ],
 )
@@ -427,6 +432,21 @@ def test_a_trajectory_is_the_tokens_as_they_were_sampled_and_what_was_told_in_be
     assert one.weight_version == 3
     assert one.stats == RolloutStats(turns=2, tool_calls=1, tool_errors=0, finish="stop")
     assert engine.calls == [[("p0", "ab", 40)], [("p0/turn1", "abx?t<ok>", 32)]]
+
+
+def raises(arguments):
+    raise OSError(b"caf\xe9".decode("utf-8", "surrogateescape"))
+
+
+@pytest.mark.parametrize(
+    ("act", "seen"),
+    [(lambda _: b"caf\xe9".decode("utf-8", "surrogateescape"), "CAF?"), (raises, "ERROR: T: OSERROR: CAF?")],
+)
+def test_an_answer_of_bytes_that_are_no_utf8_has_question_marks_in_their_place(act, seen):
+    letters = Tokenizer(encode=lambda text: list(text.encode()), decode=LETTERS.decode)  # refuses surrogates
+    kind = SessionKind(ToolAgent([ToolKind(lambda: Tool(act))], Questions()).run)
+    ((one,),) = play(kind, Scripted(["x?t.", "yz."]), tokenizer=letters)
+    assert text(one) == f"x?t.<{seen}>yz."
 
 
 def test_a_turn_aborted_by_a_weight_update_continues_with_the_new_weights():

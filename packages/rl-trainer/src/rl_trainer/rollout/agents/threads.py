@@ -28,6 +28,9 @@ async def in_thread(work: Callable[[], T]) -> T:
         except Exception as error:  # noqa: BLE001 - raised in the caller
             failure = error
             end = lambda: done.set_exception(failure)  # noqa: E731
+        except SystemExit as error:  # would end the caller's event loop
+            failure = RuntimeError(f"sys.exit({error.code!r}) was called")
+            end = lambda: done.set_exception(failure)  # noqa: E731
         else:
             end = lambda: done.set_result(result)  # noqa: E731
         with contextlib.suppress(RuntimeError):  # the loop has ended, and with it the wait

@@ -86,7 +86,7 @@ class ToolAgent:
                     finish = "stop"
                     break
                 cut = any(stop in text for stop in generate.stop)
-                ids = generate.tokenizer.encode(self._dialect.end + said if cut else said)
+                ids = generate.tokenizer.encode(_as_utf8(self._dialect.end + said if cut else said))
                 told += len(ids)
                 finish = self._no_room(told, transcript.left - len(ids))
                 if finish is None:
@@ -112,6 +112,13 @@ class ToolAgent:
         if self._limits.observation_tokens and told > self._limits.observation_tokens:
             return "observation_length"
         return "response_length" if left < 1 else None
+
+
+def _as_utf8(text: str) -> str:
+    """The text with a ? for each lone surrogate, which a tool may have read from bytes that are no
+    UTF-8, and no tokenizer takes.
+    """
+    return text.encode("utf-8", "replace").decode()
 
 
 def _cut_off(reason: Literal["length", "abort"], left: int) -> Finish:

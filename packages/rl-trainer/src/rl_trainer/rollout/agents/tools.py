@@ -160,7 +160,7 @@ def _made(tool: Tool, arguments: msgspec.Struct | Mapping[str, Any], more: Mappi
         text = cast(object, tool.call(arguments, **more))  # tools may ignore their declared return type
     except ToolError as error:
         return _failed(f"{tool.name}: {error}")
-    except Exception as error:  # noqa: BLE001 - user code: an exception is the answer to that call
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - user code: an exception is the answer to that call
         return _failed(f"{tool.name}: {type(error).__name__}: {error}")
     if not isinstance(text, str):
         return _failed(f"{tool.name} returned {type(text).__name__} in place of a text")
