@@ -136,5 +136,18 @@ def test_updates_that_are_skipped_are_a_symptom_at_once():
     assert "actor.optim.lr" in text
 
 
+def test_tool_calls_that_fail_are_a_symptom_if_all_do_or_half_of_them_three_times_in_a_row():
+    def step(calls, errors):
+        return {"agent/tool_calls/max": 3.0, "agent/tool_calls/mean": calls, "agent/tool_errors/mean": errors}
+
+    most, half, few = step(0.8, 0.79), step(0.8, 0.4), step(0.8, 0.39)
+    assert found(step(0.8, 0.8)) == {"tool errors"}
+    assert found(most, most) == found(few, half, half) == found(half, few, half) == set()
+    assert found(most, half, half) == found(few, half, half, half) == {"tool errors"}
+    assert found(step(0.0, 0.0)) == set()
+    steps = [HEALTHY | step(0.8, 0.6)] * 3
+    assert symptoms(FIRST, steps, tools=True)["tool errors"].startswith("75% of the tool calls")
+
+
 def test_nothing_is_asked_of_metrics_that_a_run_has_not():
     assert symptoms({}, [{}] * 10, tools=True) == {}

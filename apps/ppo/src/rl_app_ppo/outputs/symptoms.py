@@ -13,12 +13,12 @@ KEPT = 10
 """Steps that `symptoms` looks at."""
 STEPS = 3
 """Steps in a row that must have a symptom of a trend."""
-TRUNCATED, GAP, STEP_KL, STARVED, UNEVEN = 0.5, 0.05, 0.2, 0.5, 1.5
+TRUNCATED, GAP, STEP_KL, STARVED, UNEVEN, FAILING = 0.5, 0.05, 0.2, 0.5, 1.5, 0.5
 """Limits: share of truncated responses; mean difference between the probabilities of tokens in the
 rollout engine and in the trainer, with weights of the same version; divergence from the policy at
 the begin of a step, nats per token; share of an asynchronous step in which the trainer waits for
 responses, or the rollout workers for the trainer; response tokens of the busiest rollout worker
-over the mean."""
+over the mean; share of the tool calls that are answered with an error."""
 GROWN, SMALL_GAP = 4.0, 0.01
 """Gap over that of the first step, and a gap below which growth does not matter."""
 BEYOND = 2.0
@@ -59,6 +59,8 @@ def symptoms(
     if len(last) >= STEPS:
         newest = last[-STEPS:]
         found = _of_trends(first, newest) | _of_waiting(newest) | _of_divergence(newest, target_kl) | found
+    if failing := _of_tool_calls(last):
+        found = failing | found
     return found
 
 
@@ -114,6 +116,22 @@ def _of_step(metrics: Metrics, *, tools: bool) -> dict[str, str]:
             "no response called a tool; look at rollout.session, and at whether the prompt tells the model how to call one"
         )
     return found
+
+
+def _of_tool_calls(last: Sequence[Metrics]) -> dict[str, str]:
+    """Calls that are answered with an error: all of a step, or many in several steps in a row."""
+    shares = [
+        metrics.get("agent/tool_errors/mean", 0.0) / calls if (calls := metrics.get("agent/tool_calls/mean")) else 0.0
+        for metrics in last[-STEPS:]
+    ]
+    if shares[-1] < 1.0 and (len(shares) < STEPS or min(shares) < FAILING):
+        return {}
+    return {
+        "tool errors": (
+            f"{shares[-1]:.0%} of the tool calls were answered with an error (agent/tool_errors); the responses have its text "
+            "(rl samples RUN --train --json): see whether the policy writes wrong calls, or a tool or its server fails"
+        )
+    }
 
 
 def _of_gradients(last: Sequence[Metrics]) -> dict[str, str]:
