@@ -58,6 +58,8 @@ def test_a_run_draws_the_prompts_near_its_target_most(app, tmp_path):
         *("rollout.n=2", "rollout.response_length=4", "trainer.total_training_steps=12"),
     )
     assert done.code == 0, done.err
+    assert "no validation: " in done.out
+    assert "first validation" not in done.out
     drawn = {(row.step, row.prompt) for row in read_record(done.folder / "record").trajectories}
     late = [int(prompt[:2]) - 10 for step, prompt in drawn if step > 6]
     assert sum(row >= 24 for row in late) > len(late) / 2  # drawn evenly, they are a quarter

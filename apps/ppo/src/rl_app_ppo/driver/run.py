@@ -130,7 +130,7 @@ async def run(plan: RunPlan, screen: Screen, startup: Startup) -> Recorder:
             # the ranks of a model fail with the first of them that dies, and only name its socket
             with named_losses(pool.worker_pids, pool.hung, deaths_named=True):
                 async with named_remote_losses(pool.remote_ends(), pool.hung):
-                    await _train(plan, trainer, local_plane, recorder, screen, startup)
+                    await _train(plan, trainer, local_plane, recorder, screen, startup, validates="val" in data)
                     await pool.close_records()
     return recorder
 
@@ -151,7 +151,14 @@ def _warnings(plan: RunPlan, screen: Screen) -> TrainingWarnings:
 
 
 async def _train(
-    plan: RunPlan, trainer: PPOTrainer, plane: LocalPlane, recorder: Recorder, screen: Screen, startup: Startup
+    plan: RunPlan,
+    trainer: PPOTrainer,
+    plane: LocalPlane,
+    recorder: Recorder,
+    screen: Screen,
+    startup: Startup,
+    *,
+    validates: bool,
 ) -> None:
     """Train, from the checkpoint if there is one, and write the policy."""
     config, files = plan.config, plan.files
@@ -162,9 +169,8 @@ async def _train(
             if plane.recovery is not None and plane.recovery.rows_kept:
                 screen.note(describe(plane.recovery, rows))
         startup.done()
-        startup.begin(
-            "first validation" if config.trainer.val_before_train and plan.last_step is None else "first step"
-        )
+        before = validates and config.trainer.val_before_train and plan.last_step is None
+        startup.begin("first validation" if before else "first step")
         await trainer.fit()
         if config.async_rl.max_staleness:
             screen.note(f"rollouts: {trainer.group_counts()}")
