@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import yaml
 
@@ -266,6 +268,16 @@ def test_what_does_not_change_learning_is_a_note(imported, text, line):
     found = imported(text)
     assert found.lost == {}
     assert any(line in f"{key}: {why}" for key, why in found.notes.items()), found.notes
+
+
+def test_vllm_generates_where_no_engine_is_named(imported):
+    """verl 0.9 asks for a name, and scripts for earlier versions have none."""
+    found = imported("actor_rollout_ref.rollout.tensor_model_parallel_size=4")
+    assert (found.settings["rollout.name"], found.settings["rollout.tensor_model_parallel_size"]) == ("vllm", 4)
+    assert found.notes["actor_rollout_ref.rollout.name is not given"].startswith("vllm generates")
+    named = imported("actor_rollout_ref.rollout.name=hf")
+    assert named.settings["rollout.name"] == "hf"
+    assert not any("is not given" in key for key in named.notes)
 
 
 def test_values_that_are_verls_defaults_are_not_listed(convert):
@@ -533,6 +545,13 @@ def test_a_shell_script_is_read_with_its_variables(tmp_path):
         "actor_rollout_ref.actor.ppo_mini_batch_size": "${data.train_batch_size}",
         "trainer.project_name": "DAPO",
     }
+
+
+@pytest.mark.parametrize("here", ["$(pwd)", "`pwd`"])
+def test_the_working_directory_is_that_of_the_command(tmp_path, here):
+    (tmp_path / "run.sh").write_text(f'PROJECT_DIR="{here}"\npython3 x data.train_files="$PROJECT_DIR/a.parquet"\n')
+    assert read_verl(tmp_path / "run.sh", {"PWD": "/project"}) == {"data.train_files": "/project/a.parquet"}
+    assert read_verl(tmp_path / "run.sh", {}) == {"data.train_files": f"{Path.cwd()}/a.parquet"}
 
 
 @pytest.mark.parametrize("value", ["$NOWHERE/x", "${NOWHERE}", "$(nproc)", "$1"])

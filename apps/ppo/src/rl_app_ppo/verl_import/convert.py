@@ -13,7 +13,7 @@ from pathlib import Path
 from rl_app_ppo.config.loading import load_config, nearest_key, resolve, to_yaml
 from rl_app_ppo.config.presets import ALGORITHM, NO_PRESET, PRESET
 from rl_app_ppo.config.unused_options import unused
-from rl_app_ppo.config.verl_keys.conversions import ACTOR, ENGINES
+from rl_app_ppo.config.verl_keys.conversions import ACTOR, ENGINES, ROLLOUT
 from rl_app_ppo.config.verl_keys.key_entries import Answer, Lost, Note, Value, Verl
 from rl_app_ppo.config.verl_keys.table import find
 from rl_app_ppo.verl_import.reading import CONFIG_NAME, defaults, defaults_file, read_verl, resolved, resolved_defaults
@@ -92,6 +92,9 @@ def import_verl(file: Mapping[str, Value]) -> Imported:
     for key in verl.values:
         if not key.endswith("_target_"):
             _convert(key, verl, before, found)
+    if verl.get(name := f"{ROLLOUT}.name") is None:  # verl 0.9 has no default
+        found.settings["rollout.name"] = "vllm"
+        found.notes[f"{name} is not given"] = "vllm generates, the default of earlier versions of verl"
     return found
 
 

@@ -28,6 +28,7 @@ _OVERRIDE = re.compile(r"(?:\+{0,2}|~)[A-Za-z_][\w-]*(?:[.@/][\w@/-]+)+=|~[A-Za-
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 _PREFIXES = ("export", "local", "readonly", "declare", "-x")
 _LEFT = re.compile(r"\$(?:[A-Za-z_0-9]|\{[A-Za-z_0-9]+(?:\}|:)|\()")
+_HERE = re.compile(r"\$\(\s*pwd\s*\)|`pwd`")
 _SUMS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -112,21 +113,29 @@ def _of_words(words: Sequence[str], variables: dict[str, str]) -> Iterator[tuple
 def _check_expanded(key: str, value: str) -> None:
     left = _LEFT.search(value)
     if left is not None:
+        command = left[0] == "$("
         raise ConfigError(
-            f"--from-verl: {key}={value} uses what only the shell knows, at {value[left.start() :]!r}. Set the variable in the environment, or "
-            "write the value."
+            f"--from-verl: {key}={value} uses what only the shell knows, at {value[left.start() :]!r}. "
+            + (
+                "Write the value into the file."
+                if command
+                else "Set the variable in the environment, or write the value."
+            )
         )
 
 
 def _expanded(text: str, variables: Mapping[str, str]) -> str:
-    """Expand `$NAME`, `${NAME}`, `${NAME:-default}` and `$((sums))`, and leave the rest as it is.
+    """Expand `$NAME`, `${NAME}`, `${NAME:-default}`, `$((sums))` and `$(pwd)`, and leave the rest.
 
     `${a.b}` is an OmegaConf interpolation.
     """
     out, place = "", 0
     while place < len(text):
         rest = text[place:]
-        if rest.startswith("$((") and (end := _closing(rest, 1, "(", ")")):
+        if (here := _HERE.match(rest)) is not None:
+            out += variables.get("PWD") or str(Path.cwd())
+            place += here.end()
+        elif rest.startswith("$((") and (end := _closing(rest, 1, "(", ")")):
             out += _sum(rest[3 : end - 1], variables) or rest[: end + 1]
             place += end + 1
         elif rest.startswith("${") and (end := _closing(rest, 1, "{", "}")):
