@@ -38,6 +38,24 @@ def test_every_sample_has_an_outcome_in_its_place(returned):
             assert outcome.numbers["score"] == float(value)
 
 
+def test_coroutines_are_scored_at_once_in_the_loop_of_the_caller():
+    waiting, both = 0, asyncio.Event()
+
+    async def score(data_source, solution_str, ground_truth, extra_info=None):
+        nonlocal waiting
+        waiting += 1
+        if waiting == 2:
+            both.set()
+        await asyncio.wait_for(both.wait(), 60)
+        return float(solution_str)  # raises for a text that is no number
+
+    one, other = asyncio.run(InlineScorer(score).score(samples("1", "two")))
+    assert one == Scored(numbers={"acc": 1.0, "score": 1.0})
+    assert isinstance(other, Failure)
+    assert (other.kind, other.message) == ("exception", "raised ValueError: could not convert string to float: 'two'")
+    assert other.where.startswith(__file__)
+
+
 def test_a_result_that_is_no_number_names_the_line_of_the_function():
     (bad,) = run(lambda *_: float("nan"), [Sample(data_source="", solution_str="", ground_truth="")], 1.0)
     line = inspect.currentframe().f_lineno - 1

@@ -49,6 +49,10 @@ def run(function: Callable[..., Any], samples: Sequence[Sample], timeout_s: floa
             outcomes = asyncio.run(_run_concurrently(function, samples, timeout_s))
         case "single":
             outcomes = [_run_single(function, sample) for sample in samples]
+    return _placed(outcomes, function)
+
+
+def _placed(outcomes: Sequence[Outcome], function: Callable[..., Any]) -> list[Outcome]:
     return [placed(one, function) if isinstance(one, Failure) else one for one in outcomes]
 
 
@@ -108,7 +112,7 @@ def timed_out(timeout_s: float, parameter: str = "ScorerPool.timeout_s") -> Fail
 
 
 class InlineScorer:
-    """Scores in this process without limits, for synchronous functions that return quickly."""
+    """Scores in this process without limits, for functions that return quickly."""
 
     reads_tokens: bool = False
 
@@ -117,6 +121,8 @@ class InlineScorer:
         self.compares = form_of(function) == "batch"
 
     async def score(self, samples: Sequence[Sample]) -> list[Outcome]:
+        if form_of(self._function) == "async":
+            return _placed(await _run_concurrently(self._function, samples, math.inf), self._function)
         return run(self._function, samples, timeout_s=math.inf)
 
     async def close(self) -> None:
