@@ -17,10 +17,10 @@ OLD, ADV, REF = 4 + 4, 4 + 4, 4
 """Bytes per token: old_log_probs and entropy; advantages and returns; ref_log_prob."""
 
 
-def bytes_of(*overrides, longest=5, validation_rows=0, routed=None):
+def bytes_of(*overrides, longest=5, validation_rows=0, routed=None, sessions=None):
     small = ("data.train_batch_size=2", "actor.ppo_mini_batch_size=2", "rollout.n=3", "rollout.response_length=10")
     config = load_config([*small, "rollout.num_workers=1", *overrides])
-    return step_bytes(config, build_graph(config.algorithm, config.actor), longest, validation_rows, routed)
+    return step_bytes(config, build_graph(config.algorithm, config.actor), longest, validation_rows, routed, sessions)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,11 @@ def test_the_experts_of_each_token_count():
     for replay in ("R2", "R3"):
         replayed = bytes_of("actor.use_kl_loss=false", f"algorithm.router_replay={replay}", routed=layers)
         assert replayed == plain + 2 * 3 * (10 + 5) * 2 * 3 * 2
+
+
+def test_prompts_whose_answer_alone_is_trained_on_have_one_row():
+    assert bytes_of("actor.use_kl_loss=false", sessions=1) == 2 * (10 * (ROLLOUT + OLD + ADV) + 5 * 8)
+    assert bytes_of("actor.use_kl_loss=false", sessions=3) == bytes_of("actor.use_kl_loss=false")
 
 
 def test_a_validation_set_that_is_larger_than_a_step_counts(tmp_path):

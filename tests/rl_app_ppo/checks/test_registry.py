@@ -70,6 +70,21 @@ def test_a_mistake_is_reported_once(tmp_path: Path) -> None:
     assert found["disk"].level == "ok"
 
 
+def test_the_room_of_a_step_is_that_of_the_most_responses_to_a_prompt_of_the_data(tmp_path: Path) -> None:
+    """512 responses, or the answer of the data alone, by the source of the rows."""
+    row = {"prompt": "1+1=", "reward_model": {"ground_truth": "2"}}
+    found = dict[str, Finding]()
+    for name, sources in {"told": ["told"] * 8, "one asked": ["told"] * 7 + ["asked"]}.items():
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("".join(json.dumps(row | {"data_source": source}) + "\n" for source in sources))
+        found[name] = by_name(
+            *(f"data.train_files={file}", "data.val_split=0", f"model.cache_dir={tmp_path}", "actor.use_kl_loss=false"),
+            *("rollout.n=512", "transfer_queue.capacity_mb=2", "algorithm.by_source=[rl_coef=0@told,sft_coef=1@told]"),
+        )["room of a step"]
+    assert found["told"].level == "ok"
+    assert found["one asked"].text.startswith("transfer_queue.capacity_mb=2 is too small"), found
+
+
 def test_a_run_starts_in_spite_of_a_warning_and_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert preflight(facts_of()) == []
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")

@@ -117,10 +117,16 @@ def check_memory(
 
 
 def step_bytes(
-    config: AppConfig, graph: StepGraph, longest: int, validation_rows: int, routed: RoutedLayers | None = None
+    config: AppConfig,
+    graph: StepGraph,
+    longest: int,
+    validation_rows: int,
+    routed: RoutedLayers | None = None,
+    sessions: int | None = None,
 ) -> int:
     """Most bytes that must lie in the memory of the data plane for a step, without images.
 
+    A session counts as one trajectory: how many an agent of yours returns is not known before.
     Of the tokens that top-p keeps without top-k it counts _KEPT_WORDS for each token.
     Batches that were generated ahead (async_rl.depth) are there, too, and during validation. With a
     journal they leave memory while others need it: room for two batches is enough, one that is
@@ -132,22 +138,24 @@ def step_bytes(
         longest: tokens of the longest prompt.
         validation_rows: rows of the validation set, which is rolled out as a whole.
         routed: layers of the model that have experts; None: it has none.
+        sessions: most responses to a prompt that are trained on; None: rollout.n.
     """
     rollout, batch = config.rollout, config.data.train_batch_size
+    n = rollout.n if sessions is None else sessions
     words = rollout.top_k or _KEPT_WORDS
     widths = {stage.name: _token_bytes(stage.writes, config.actor.kl_loss_topk, words) for stage in graph.stages}
     filtering = config.algorithm.filter_groups
     rounds = filtering.max_num_gen_batches if filtering.enable else 1
     greedy = 1 if "baseline" in graph else 0
-    responses = rounds * rollout.n + greedy  # of each prompt
+    responses = rounds * n + greedy  # of each prompt
     train = (
         batch
         * rollout.response_length
-        * (responses * widths["rollout"] + rollout.n * (sum(widths.values()) - widths["rollout"]))
+        * (responses * widths["rollout"] + n * (sum(widths.values()) - widths["rollout"]))
     )
     train += batch * rounds * longest * _PROMPT_TOKEN
     if routed is not None and any(ROUTED in stage.writes for stage in graph.stages):
-        rows = batch * rollout.n * (rounds if ROUTED in graph["rollout"].writes else 1)
+        rows = batch * n * (rounds if ROUTED in graph["rollout"].writes else 1)
         train += rows * (longest + rollout.response_length) * routed.layers * routed.top_k * _EXPERT_ID
     validated = rollout.val_kwargs.n * rollout.response_length * widths["rollout"] + longest * _PROMPT_TOKEN
     ahead = StalenessPolicy.of(config.async_rl, batch).capacity // batch

@@ -143,7 +143,10 @@ def plan_text(plan: Plan) -> str:
             + (", ".join(f"{name} {shown_bytes(n)}" for name, n in parts.items()) or "no model of its own")
             for role, parts in process.memory.items()
         ]
-    plane = f"data plane: at most {shown_bytes(plan.data_plane_bytes)} for a step, without validation, in host memory"
+    plane = (
+        f"data plane: at most {shown_bytes(plan.data_plane_bytes)} for a step with one trajectory of each session, without validation, in "
+        "host memory"
+    )
     if plan.gpus:
         here = f"{shown_bytes(plan.gpu_memory)} here" if plan.gpu_memory else "no GPU here, the estimate alone"
         lines.append(f"memory of each GPU: {here}")

@@ -26,7 +26,7 @@ from rl_app_ppo.checks.rewards import check_rewards, check_sources
 from rl_app_ppo.config.devices import idle_gpus
 from rl_app_ppo.config.full_keys import full_keys_in_errors, full_keys_in_logs
 from rl_app_ppo.demo.settings import ModelSettings
-from rl_app_ppo.inputs.data import check_answers, longest_teacher_prompt, train_order
+from rl_app_ppo.inputs.data import check_answers, longest_teacher_prompt, sessions_of, train_order
 from rl_app_ppo.inputs.demo_model import check_demo_model
 from rl_app_ppo.inputs.tokenizer import session_tokenizer, vision_of
 from rl_app_ppo.outputs.metric_sinks import check_installed, logger_names
@@ -162,10 +162,12 @@ def _data_plane(facts: Facts) -> None:
 
 
 def _room_of_data(facts: Facts) -> None:
+    config, train = facts.config, facts.data["train"]
     validation = len(facts.data["val"]) if "val" in facts.data else 0
-    check_plane_size(
-        facts.config, step_bytes(facts.config, facts.graph, facts.longest, validation, facts.routed_layers)
-    )
+    sessions = sessions_of(config, train)
+    most = config.rollout.n if sessions is None else max(map(sessions, range(len(train))))
+    needed = step_bytes(config, facts.graph, facts.longest, validation, facts.routed_layers, most)
+    check_plane_size(config, needed)
 
 
 def planned_step_bytes(facts: Facts) -> int:
