@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 sys.path.insert(0, str(Path(__file__).parent))
-from megatron_program import arguments_of, batch_of, bytes_of, logits_of, loss, policy_of, steps_of
+from megatron_program import batch_of, bytes_of, logits_of, policy_of, steps_of
 from ranks import in_ranks
 
 WORLDS = {
@@ -71,6 +71,15 @@ def recorded(model, ranks):
     return {name: columns.ragged(ROUTED).values for name, columns in found.items()}
 
 
+def values_of_state(policy):
+    """Trained values and moments of this rank in one array."""
+    import numpy as np
+
+    return np.concatenate(
+        [part.numpy().ravel().copy() for _, parts in policy.optimizer.state() for part in parts.values()]
+    )
+
+
 def train(model, out, ranks, keep):
     """Train all weights; save what the tests compare."""
     import numpy as np
@@ -96,12 +105,9 @@ def train(model, out, ranks, keep):
     again = policy_of(model, ranks, "whole", adam=adam())
     if out.name in WRITTEN:
         load_checkpoint(again, before / "resume")
-        read = [part for _, parts in again.optimizer.state() for part in parts.values()]
-        found["resumed"] = np.concatenate([part.numpy().ravel().copy() for part in read])
+        found["resumed"] = values_of_state(again)
     again.restore(before)
-    found["restored"] = np.concatenate(
-        [part.numpy().ravel() for _, parts in again.optimizer.state() for part in parts.values()]
-    )
+    found["restored"] = values_of_state(again)
     steps_of(again, 2, 4)
     few_rows(again)
     found["later"] = logits_of(again).numpy()
@@ -111,22 +117,76 @@ def train(model, out, ranks, keep):
         np.savez(out.parent / f"{out.name}-weights.npz", **exported)
 
 
-def adapt(model, out, ranks):
-    """Train adapters of the attention and export them."""
+def adapted_policy(model, ranks):
+    """A policy with adapters of the attention and of the experts."""
     from rl_megatron_peft import LoraConfig
-    from rl_megatron_peft.backend.policy import MegatronPolicyBackend
 
-    lora = LoraConfig(rank=3, alpha=6, target_modules=("q_proj", "k_proj", "v_proj", "o_proj"))
-    policy = MegatronPolicyBackend(model, ranks=ranks, **{**arguments_of("fused", loss=loss), "lora": lora})
-    steps_of(policy, 0, 2)
+    return policy_of(model, ranks, "canonical", lora=LoraConfig(rank=3, alpha=6), adam=adam())
+
+
+def first_moments(policy):
+    """AdamW's first moments of the adapter by PEFT's names, on every rank."""
+    import torch
+
+    from rl_protocol.torch import from_weight
+
+    trained = [one.parameter for one in policy.optimizer.trained]
+    kept = [parameter.detach().clone() for parameter in trained]
+    with torch.no_grad():
+        for parameter in trained:
+            parameter.copy_(policy.optimizer.adam.state[parameter]["exp_avg"])
+        found = {weight.name: from_weight(weight).clone().numpy() for weight in policy.adapter_weights()}
+        for parameter, value in zip(trained, kept, strict=True):
+            parameter.copy_(value)
+    return found
+
+
+def adapt(model, out, ranks, keep):
+    """Train adapters from those in the folder `start`; save what the tests compare."""
+    import numpy as np
+
+    from rl_megatron_peft.backend.lora.attach import adapters_off, merged
+    from rl_megatron_peft.backend.resume import load_checkpoint, save_checkpoint
+    from rl_protocol.torch import from_weight
+
+    policy = adapted_policy(model, ranks)
+    found = {"fresh": logits_of(policy).numpy()}
+    policy.load_adapter(out.parent / "start")
+    found["start"] = logits_of(policy).numpy()
+    with adapters_off(policy.adapters):
+        found["off"] = logits_of(policy).numpy()
+    with merged(policy.model):
+        found["merged"] = logits_of(policy).numpy()
+    exported = {weight.name: from_weight(weight).clone().numpy() for weight in policy.named_weights()}
+    share = (policy.ranks.data, policy.ranks.replicas)
+    found["first_norm"] = policy.update(batch_of(7, 0, share), temperature=1.0)["actor/grad_norm"]
+    moments = first_moments(policy)
+    steps_of(policy, 1, 2)
+    (out / "adapting").mkdir(exist_ok=True)
+    policy.snapshot()(out / "adapting")
+    if out.name in WRITTEN:
+        save_checkpoint(policy, out / "adapting-resume")
+    found["norms"] = steps_of(policy, 2, 4)["actor/grad_norm"] + [few_rows(policy)["actor/grad_norm"]]
     policy.save_pretrained(out / "adapter")
-    return logits_of(policy).numpy()
+    found["adapted"] = logits_of(policy).numpy()
+    before, again = out.parent / BEFORE.get(out.name, out.name), adapted_policy(model, ranks)
+    if out.name in WRITTEN:
+        load_checkpoint(again, before / "adapting-resume")
+        found["resumed"] = values_of_state(again)
+    again.restore(before / "adapting")
+    found["restored"] = values_of_state(again)
+    steps_of(again, 2, 4)
+    few_rows(again)
+    found["later"] = logits_of(again).numpy()
+    if keep:
+        np.savez(out.parent / f"{out.name}-adapted.npz", **found)
+        np.savez(out.parent / f"{out.name}-moments.npz", **moments)
+        np.savez(out.parent / f"{out.name}-merged.npz", **exported)
 
 
 def rank_main(rank, size, model, out):
     import datetime
 
-    import numpy as np
     import torch
     import torch.distributed as dist
 
@@ -145,10 +205,7 @@ def rank_main(rank, size, model, out):
     for name, layout in WORLDS[size].items():
         ranks = open_ranks(Layout(**layout))
         train(model, out / name, ranks, keep=rank == 0)
-        if name in ("one", "ep2"):
-            adapted = adapt(model, out / name, ranks)
-            if rank == 0:
-                np.savez(out / f"{name}-adapted.npz", adapted=adapted)
+        adapt(model, out / name, ranks, keep=rank == 0)
         close_ranks()
     dist.destroy_process_group()
 

@@ -94,6 +94,10 @@ def test_errors_suggest():
         HFModule(0, "k_prj")
     with pytest.raises(ConfigError, match="layer of q_proj must be >= 0; got -1"):
         HFModule(-1, "q_proj")
+    with pytest.raises(ConfigError, match=r"q_proj belongs to no expert; got expert=3"):
+        HFModule(0, "q_proj", 3)
+    with pytest.raises(ConfigError, match=r"linear_fc1 must be >= 0; got expert=-1"):
+        MegatronModule(0, "linear_fc1", -1)
     with pytest.raises(ConfigError, match="last part must be 'weight' or 'bias'"):
         megatron_parameter("model.layers.0.self_attn.q_proj")
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import peft
@@ -47,12 +48,36 @@ def made(tmp_path_factory):
         )
         torch.manual_seed(0)
         Qwen3MoeForCausalLM(config).save_pretrained(out / "model")
+        save_adapter(out / "model", out / "start")
         with (out / "log").open("w") as log:
             command = [sys.executable, str(PROGRAM), str(out / "model"), str(out)]
             done = subprocess.run(command, stdout=log, stderr=log, timeout=800, check=False)
         assert done.returncode == 0, (out / "log").read_text()[-4000:]
 
     return made_once(tmp_path_factory, "megatron_experts", make)
+
+
+def save_adapter(model, folder):
+    """Save an adapter of the attention and of the experts with peft, whose B are not zero."""
+    settings = peft.LoraConfig(
+        r=3,
+        lora_alpha=6,
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    )
+    adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model), settings)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.2)
+    adapted.save_pretrained(folder)
+
+
+def in_peft(folder, adapter, *, trained=False):
+    """The model with an adapter, as peft reads it."""
+    base = AutoModelForCausalLM.from_pretrained(folder / "model")
+    return peft.PeftModel.from_pretrained(base, folder / adapter, is_trainable=trained).eval()
 
 
 def logits(model, batch):
@@ -169,10 +194,64 @@ def test_expert_parallel_ranks_hold_the_state_of_their_experts_alone(made):
     assert list(two) == [one[0] - experts // 2] * 2
 
 
-@pytest.mark.parametrize("name", ["one", "ep2"])
-def test_adapters_of_the_attention_are_the_same_in_peft(made, name, program):
-    base = AutoModelForCausalLM.from_pretrained(made / "model")
-    want = logits(base.eval(), program.batch_of(5, 99))
-    adapted = logits(peft.PeftModel.from_pretrained(base, made / name / "adapter").eval(), program.batch_of(5, 99))
-    assert np.abs(adapted - want).max() > 0.1
-    assert close(np.load(made / f"{name}-adapted.npz")["adapted"], adapted)
+def test_adapters_of_experts_compute_what_they_do_in_peft(layout, program):
+    folder, name = layout
+    found, batch = np.load(folder / f"{name}-adapted.npz"), program.batch_of(5, 99)
+    base = logits(AutoModelForCausalLM.from_pretrained(folder / "model").eval(), batch)
+    want = logits(in_peft(folder, "start"), batch)
+    assert np.abs(want - base).max() > 1
+    assert close(found["fresh"], base)
+    assert close(found["start"], want)
+    assert close(found["off"], base)
+    assert close(found["merged"], want)
+
+
+def test_merged_weights_of_experts_are_those_of_peft(layout):
+    folder, name = layout
+    found = np.load(folder / f"{name}-merged.npz")
+    want = in_peft(folder, "start").merge_and_unload().state_dict()
+    assert set(found) == set(load_file(folder / "model" / "model.safetensors"))
+    for layer in range(2):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        for parameter, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+            rows = [np.concatenate([found[f"{prefix}.{e}.{part}.weight"] for part in parts]) for e in range(4)]
+            assert apart(np.stack(rows), want[f"{prefix}.{parameter}"]) < 1e-5
+
+
+def test_gradients_of_adapters_of_experts_are_those_of_peft(layout, program):
+    """After the first step AdamW's first moments are a tenth of the clipped gradients."""
+    folder, name = layout
+    model, batch = in_peft(folder, "start", trained=True), program.batch_of(7, 0)
+    taken, entropy = list[torch.Tensor](), list[torch.Tensor]()
+    for prompt, response in zip(batch.ragged("prompts").rows(), batch.ragged("responses").rows(), strict=True):
+        out = model(torch.tensor([*prompt, *response])[None, :-1]).logits[0, len(prompt) - 1 :, :16]
+        log_p = torch.log_softmax(out, -1)
+        taken.append(log_p.gather(-1, torch.tensor(response)[:, None])[:, 0])
+        entropy.append(-(log_p.exp() * log_p).sum(-1))
+    tokens = SimpleNamespace(tokens=int(batch.ragged("response_mask").values.sum()))
+    program.loss(torch.cat(taken), torch.cat(entropy), batch, tokens)[0].backward()
+    want = {key.replace(".default", ""): one.grad for key, one in model.named_parameters() if one.requires_grad}
+    norm = float(np.load(folder / f"{name}-adapted.npz")["first_norm"])
+    assert np.isclose(norm, float(torch.stack([one.square().sum() for one in want.values()]).sum().sqrt()), rtol=1e-4)
+    found = np.load(folder / f"{name}-moments.npz")
+    assert set(found) == set(want)
+    assert len([key for key in want if ".experts." in key]) == 2 * 2 * 2
+    for key, gradient in want.items():
+        assert apart(found[key], 0.1 * min(1, 0.5 / norm) * gradient) < 1e-4, key
+
+
+def test_adapters_of_experts_train_the_same_and_peft_reads_what_is_saved(layout, program):
+    folder, name = layout
+    one, found = np.load(folder / "one-adapted.npz"), np.load(folder / f"{name}-adapted.npz")
+    assert np.allclose(found["norms"], one["norms"], rtol=1e-3)
+    assert np.abs(one["adapted"] - one["start"]).max() > 1
+    assert apart(found["adapted"], one["adapted"]) < 1e-3
+    saved = logits(in_peft(folder, f"{name}/adapter"), program.batch_of(5, 99))
+    assert close(saved, found["adapted"])
+
+
+def test_the_state_of_adapters_of_experts_continues_in_another_layout(layout):
+    found = np.load(layout[0] / f"{layout[1]}-adapted.npz")
+    assert apart(found["later"], found["adapted"]) < 1e-3
+    if "resumed" in found:
+        assert np.array_equal(found["resumed"], found["restored"])

@@ -10,6 +10,7 @@ import numpy as np
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from rl_megatron_peft import AdapterError, read_adapter
@@ -44,6 +45,29 @@ HONORED = {
     "dropout": {**SOME, "lora_dropout": 0.5},
     "loftq_config-unused": {**SOME, "loftq_config": {"loftq_bits": 4}},
     "fan_in_fan_out": {**SOME, "fan_in_fan_out": True},  # peft resets it for torch.nn.Linear
+}
+ATTENTION = {"r": 4, "lora_alpha": 10, "target_modules": ["q_proj", "v_proj"]}
+BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+OF_EXPERTS = {
+    "plain": {**ATTENTION, "target_parameters": BOTH},
+    "rslora": {**ATTENTION, "target_parameters": BOTH, "use_rslora": True},
+    "experts-alone": {**ATTENTION, "target_modules": [], "target_parameters": ["experts.down_proj"]},
+    "short-names": {**ATTENTION, "target_parameters": ["gate_up_proj", "down_proj"]},
+    "one-layer": {**ATTENTION, "target_parameters": ["layers.1.mlp.experts.gate_up_proj"]},
+    "each-layer": {
+        **ATTENTION,
+        "target_parameters": [
+            "model.layers.0.mlp.experts.down_proj",
+            *(f"model.layers.1.{name}" for name in BOTH),
+        ],
+    },
+    "patterns": {
+        **ATTENTION,
+        "target_parameters": BOTH,
+        "rank_pattern": {"experts.gate_up_proj": 2, "q_proj": 3},
+        "alpha_pattern": {r"layers\.1\.mlp\.experts\.down_proj": 3},
+    },
+    "target_modules": {**ATTENTION, "target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]},
 }
 REFUSED = {
     "pissa": ({**SOME, "init_lora_weights": "pissa"}, "init_lora_weights", "path_initial_model_for_weight_conversion"),
@@ -126,6 +150,59 @@ def test_an_adapter_is_what_it_is_in_peft(base, models, ranks, program, tmp_path
             policy.save_pretrained(tmp_path / f"{kind}-again")
             assert close(logits_in_peft(base(), tmp_path / f"{kind}-again", batch), want)
             assert read_adapter(tmp_path / f"{kind}-again").config == adapter.config
+
+
+@pytest.mark.filterwarnings("ignore:.*_pattern keys did not match:RuntimeWarning")  # they did
+def test_an_adapter_of_experts_is_what_it_is_in_peft(moe_model, ranks, program, tmp_path, subtests):
+    """With `target_modules` peft gives gate_up_proj twice the rank and scale."""
+    batch = program.batch_of(5, 99)
+    without = program.logits_of(program.policy_of(moe_model, ranks, "whole"))
+
+    def base():
+        return AutoModelForCausalLM.from_pretrained(moe_model).eval()
+
+    for kind, settings in OF_EXPERTS.items():
+        with subtests.test(kind):
+            folder = saved(peft.LoraConfig(task_type="CAUSAL_LM", **settings), base(), tmp_path / kind)
+            policy = program.policy_of(moe_model, ranks, "fused", lora=read_adapter(folder).config, fused=False)
+            policy.load_adapter(folder)
+            want = logits_in_peft(base(), folder, batch)[:, :15]
+            assert not close(without, want)
+            assert close(program.logits_of(policy), want)
+            policy.save_pretrained(tmp_path / f"{kind}-again")
+            assert close(logits_in_peft(base(), tmp_path / f"{kind}-again", batch)[:, :15], want)
+            one, other = (
+                load_file(path / "adapter_model.safetensors") for path in (folder, tmp_path / f"{kind}-again")
+            )
+            assert one.keys() == other.keys()
+            assert all(one[key].equal(other[key]) for key in one)
+
+
+def test_an_adapter_of_experts_that_would_not_be_what_it_is_in_peft_is_refused(moe_model, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(moe_model)
+    folder = saved(peft.LoraConfig(**ATTENTION, target_parameters=BOTH), model, tmp_path / "a")
+    file = folder / "adapter_config.json"
+    fields = json.loads(file.read_text())
+    for changes, field, message in (
+        ({"target_modules": r".*\.[qv]_proj"}, "target_parameters", "regular expression; list the modules"),
+        (
+            {"target_parameters": BOTH[:1]},
+            "model.layers.0.mlp.experts.base_layer",
+            "targets in its layer are .*gate_up",
+        ),
+        (
+            {"target_parameters": ["mlp.gate_up_proj"]},
+            "target_parameters",
+            "names 'mlp.gate_up_proj', which this reader",
+        ),
+        ({"r": 3}, r"model.layers.0.mlp.experts.down_proj.lora_A", "dimension 0 must be a multiple of 3"),
+        ({"use_dora": True}, r"model.layers.0.mlp.experts.down_proj.lora_magnitude_vector", "is missing"),
+        ({"exclude_modules": ["up_proj"]}, "model.layers.0.mlp.experts", "must take all of gate_proj, up_proj"),
+    ):
+        file.write_text(json.dumps(fields | changes))
+        with pytest.raises(AdapterError, match=message) as caught:
+            read_adapter(folder)
+        assert caught.value.field == field
 
 
 @pytest.mark.parametrize("kind", REFUSED)

@@ -25,6 +25,36 @@ def test_adapters_that_can_not_be_attached_are_refused(ranks, models, program, c
         program.policy_of(models / "llama", ranks, "fused", lora=LoraConfig(rank=2, **config))
 
 
+@pytest.mark.parametrize(
+    ("config", "field", "message"),
+    [
+        ({"dropout": 0.1}, "dropout", r"must be 0.0 with adapters of experts, .* got 0\.1"),
+        ({"use_dora": True}, "use_dora", r"must be False with adapters of experts"),
+        ({"exclude": ("mlp.experts.up_proj",)}, "target_modules", r"all of gate_proj, up_proj of experts or none"),
+        ({"target_modules": ("layers.2.mlp.experts.down_proj",)}, "target_modules", "is no module of this model"),
+        ({"target_modules": ("mlp.down_proj",)}, "target_modules", "is no module of this model"),
+    ],
+)
+def test_adapters_of_experts_that_can_not_be_attached_are_refused(ranks, moe_model, program, config, field, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        program.policy_of(moe_model, ranks, "canonical", lora=LoraConfig(rank=2, **config))
+    assert caught.value.field == field
+
+
+def test_each_expert_has_adapters_whose_gate_and_up_share_a(ranks, moe_model, program):
+    lora = LoraConfig(rank=2, target_modules=("o_proj", "1.mlp.experts.gate_proj", "1.mlp.experts.up_proj"))
+    policy = program.policy_of(moe_model, ranks, "canonical", lora=lora)
+    experts = [f"model.layers.1.mlp.experts.{number}" for number in range(4)]
+    fused = [f"decoder.layers.1.mlp.experts.local_experts.{number}.linear_fc1.lora_A" for number in range(4)]
+    assert {factor.key for adapter in policy.adapters for factor in adapter.factors()} == {
+        *(f"model.layers.{layer}.self_attn.o_proj.lora_{side}" for layer in (0, 1) for side in "AB"),
+        *fused,
+        *(f"{name}.{part}.lora_B" for name in experts for part in ("gate_proj", "up_proj")),
+    }
+    first = [adapter.a["linear_fc1"] for adapter in policy.adapters if adapter.spec.of_expert]
+    assert len({tuple(a.flatten().tolist()) for a in first}) == 4  # each starts from its own A
+
+
 def test_excluded_modules_have_no_adapter(ranks, models, program):
     lora = LoraConfig(rank=2, exclude=("layers.0.mlp.up_proj", "layers.1.self_attn.o_proj"))
     policy = program.policy_of(models / "llama", ranks, "fused", lora=lora, fused=False)

@@ -110,6 +110,7 @@ class MegatronLearner(ABC, Generic[LossFn]):
         replays = self.shape.experts and not self.has_value_head
         self._experts = ExpertReplay(self.model, self.shape, ranks) if replays else None
         self.adapters: list[LoraLayer] = []
+        self._adapter_of: dict[str, LoraLayer] = {}
         self.updates = 0
         self._loss = loss
         self._mapping = mapping(self.path, self.shape, ranks)
@@ -244,6 +245,7 @@ class MegatronLearner(ABC, Generic[LossFn]):
             seed=self.settings.seed,
             dropout_context=self._dropout_context,
         )
+        self._adapter_of = {adapter.spec.module.name: adapter for adapter in self.adapters}
         return trained + list(adapter_parameters(self.adapters))
 
     def _accumulate(
@@ -370,7 +372,5 @@ class MegatronLearner(ABC, Generic[LossFn]):
     def _merged(self, name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
         """Return a base parameter with its adapter merged in."""
         module, _, leaf = name.rpartition(".")
-        for adapter in self.adapters if leaf == "weight" else ():
-            if adapter.spec.module.name == module:
-                return adapter.merged(parameter.detach())
-        return parameter.detach()
+        adapter = self._adapter_of.get(module) if leaf == "weight" else None
+        return parameter.detach() if adapter is None else adapter.merged(parameter.detach())

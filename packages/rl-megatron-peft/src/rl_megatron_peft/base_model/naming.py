@@ -6,6 +6,8 @@
   gate_proj, up_proj     model.layers.I.mlp.gate_proj    decoder.layers.I.mlp.linear_fc1
   down_proj              model.layers.I.mlp.down_proj    decoder.layers.I.mlp.linear_fc2
 
+Those of expert J are below mlp.experts.J and below mlp.experts.local_experts.J.
+
 linear_fc1 holds the rows of gate_proj, then those of up_proj. linear_qkv interleaves: for each
 group of query heads that share a key and value head, it holds the rows of the queries, then the
 key, then the value (see `qkv_rows`). Layers are numbered as in the whole model, not as in a
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rl_protocol.errors import ConfigError
@@ -66,9 +68,14 @@ class HFModule:
     """One linear module of a Hugging Face model.
 
     >>> HFModule.parse("model.layers.3.mlp.up_proj")
-    HFModule(layer=3, logical='up_proj')
+    HFModule(layer=3, logical='up_proj', expert=None)
     >>> HFModule(3, "up_proj").megatron.name
     'decoder.layers.3.mlp.linear_fc1'
+
+    Attributes:
+        layer: number of the layer in the whole model.
+        logical: its logical name.
+        expert: number of the expert in the whole model; None: it belongs to none.
 
     Raises:
         ConfigError: the name is not a LoRA target.
@@ -76,18 +83,21 @@ class HFModule:
 
     layer: int
     logical: str
+    expert: int | None = None
 
     def __post_init__(self) -> None:
         _check(self.layer, self.logical, _SECTION)
+        _check_expert(self.expert, self.logical, _SECTION)
 
     @property
     def name(self) -> str:
-        return f"model.layers.{self.layer}.{_SECTION[self.logical]}.{self.logical}"
+        expert = "" if self.expert is None else f"experts.{self.expert}."
+        return f"model.layers.{self.layer}.{_SECTION[self.logical]}.{expert}{self.logical}"
 
     @property
     def megatron(self) -> MegatronModule:
         """The fused module that holds this one."""
-        return MegatronModule(self.layer, _FUSED_OF[self.logical])
+        return MegatronModule(self.layer, _FUSED_OF[self.logical], self.expert)
 
     @property
     def part(self) -> int:
@@ -96,7 +106,7 @@ class HFModule:
 
     @classmethod
     def parse(cls, name: str) -> HFModule:
-        """Parse a `name`."""
+        """Parse a `name` that belongs to no expert."""
         match = _HF.fullmatch(name)
         if match and _SECTION.get(match[3]) == match[2]:
             return cls(int(match[1]), match[3])
@@ -115,28 +125,36 @@ class MegatronModule:
         >>> [part.logical for part in module.parts]
         ['q_proj', 'k_proj', 'v_proj']
 
+    Attributes:
+        layer: number of the layer in the whole model.
+        fused: its name in the layer.
+        expert: number of the expert in the whole model; None: it belongs to none.
+
     Raises:
         ConfigError: the name is not a LoRA target.
     """
 
     layer: int
     fused: str
+    expert: int | None = None
 
     def __post_init__(self) -> None:
         _check(self.layer, self.fused, FUSED)
+        _check_expert(self.expert, self.fused, _FUSED_SECTION)
 
     @property
     def name(self) -> str:
-        return f"decoder.layers.{self.layer}.{_FUSED_SECTION[self.fused]}.{self.fused}"
+        expert = "" if self.expert is None else f"experts.local_experts.{self.expert}."
+        return f"decoder.layers.{self.layer}.{_FUSED_SECTION[self.fused]}.{expert}{self.fused}"
 
     @property
     def parts(self) -> tuple[HFModule, ...]:
         """The Hugging Face modules that this one holds, in order."""
-        return tuple(HFModule(self.layer, logical) for logical in FUSED[self.fused])
+        return tuple(HFModule(self.layer, logical, self.expert) for logical in FUSED[self.fused])
 
     @classmethod
     def parse(cls, name: str) -> MegatronModule:
-        """Parse a `name`."""
+        """Parse a `name` that belongs to no expert."""
         match = _MEGATRON.fullmatch(name)
         if match and _FUSED_SECTION.get(match[3]) == match[2]:
             return cls(int(match[1]), match[3])
@@ -152,6 +170,15 @@ def _check(layer: int, name: str, known: Iterable[str]) -> None:
         raise ConfigError(f"{name!r} is not a LoRA target; known are {', '.join(names)}." + suggestion(name, names))
     if not 0 <= layer < 10**6:
         raise ConfigError(f"The layer of {name} must be >= 0; got {layer}.")
+
+
+def _check_expert(expert: int | None, name: str, sections: Mapping[str, str]) -> None:
+    if expert is None:
+        return
+    if sections[name] != "mlp":
+        raise ConfigError(f"{name} belongs to no expert; got expert={expert}.")
+    if expert < 0:
+        raise ConfigError(f"The expert of {name} must be >= 0; got expert={expert}.")
 
 
 def megatron_parameter(hf_name: str) -> tuple[str, int]:

@@ -6,10 +6,11 @@ Every field is applied, has no effect, or is refused: none is silently lost.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
-from rl_megatron_peft.base_model.naming import TARGETS, HFModule
+from rl_megatron_peft.base_model.experts import EXPERT_PARAMETERS, ExpertParameter
+from rl_megatron_peft.base_model.naming import FUSED, TARGETS, HFModule
 from rl_megatron_peft.errors import bad_file
 from rl_megatron_peft.peft.lora_config import LoraConfig, Modules
 from rl_protocol.errors import ConfigError
@@ -26,6 +27,7 @@ HONORED = frozenset(
         "r",
         "rank_pattern",
         "target_modules",
+        "target_parameters",
         "use_dora",
         "use_rslora",
     }
@@ -34,9 +36,17 @@ _PEFT_NAMES = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "e
 _ALL_LINEAR = "all-linear"
 
 
-def to_peft(config: LoraConfig, base_model: str) -> dict[str, object]:
-    """Return the fields of `adapter_config.json`."""
-    return {
+def to_peft(config: LoraConfig, base_model: str, adapted: Collection[str]) -> dict[str, object]:
+    """Return the fields of `adapter_config.json`.
+
+    Args:
+        config: settings of the adapter.
+        base_model: its name or path; empty if unknown.
+        adapted: full names of its modules and of its parameters of experts. The latter are listed
+            in `target_parameters` alone: PEFT changes the rank of those in `target_modules`.
+    """
+    parameters = sorted(name for name in adapted if ExpertParameter.parse(name))
+    fields: dict[str, object] = {
         "alpha_pattern": {key: _integral(alpha) for key, alpha in config.alpha_pattern.items()},
         "auto_mapping": None,
         "base_model_name_or_path": base_model or None,
@@ -54,11 +64,14 @@ def to_peft(config: LoraConfig, base_model: str) -> dict[str, object]:
         "r": config.rank,
         "rank_pattern": dict(config.rank_pattern),
         "revision": None,
-        "target_modules": _listed(config.target_modules),
+        "target_modules": _outside_experts(config.target_modules, adapted)
+        if parameters
+        else _listed(config.target_modules),
         "task_type": "CAUSAL_LM",
         "use_dora": config.use_dora,
         "use_rslora": config.use_rslora,
     }
+    return fields | {"target_parameters": parameters} if parameters else fields
 
 
 def from_peft(file: str, fields: Mapping[str, Any], *, value_head: bool = False) -> LoraConfig:
@@ -117,7 +130,45 @@ def _listed(modules: Modules) -> list[str] | str:
     return list(modules) if isinstance(modules, tuple) else modules.pattern
 
 
+def _outside_experts(modules: Modules, adapted: Collection[str]) -> list[str]:
+    """Return the targets outside of experts of an adapter that also has some of experts."""
+    outside = sorted(name for name in adapted if not ExpertParameter.parse(name))
+    if not isinstance(modules, tuple):
+        return outside
+    return [name for name in modules if any(one == name or one.endswith(f".{name}") for one in outside)]
+
+
 def _targets(file: str, fields: Mapping[str, Any]) -> Modules:
+    """Read `target_modules` and `target_parameters`."""
+    parameters = _target_parameters(file, fields)
+    if parameters and fields.get("target_modules") is None:
+        return parameters
+    modules = _target_modules(file, fields)
+    if not parameters:
+        return modules
+    if not isinstance(modules, tuple):
+        raise bad_file(
+            file, "target_parameters", "can't be used where target_modules is a regular expression; list the modules"
+        )
+    return tuple(dict.fromkeys((*modules, *parameters)))
+
+
+def _target_parameters(file: str, fields: Mapping[str, Any]) -> tuple[str, ...]:
+    """Read `target_parameters` as the modules of experts whose rows they hold."""
+    found: list[str] = []
+    for name in _names(file, "target_parameters", _optional(file, fields, "target_parameters", list) or []):
+        module, _, last = name.rpartition(".")
+        if last not in EXPERT_PARAMETERS or not f".{module}".endswith((".", ".experts")):
+            raise bad_file(
+                file,
+                "target_parameters",
+                f"names {name!r}, which this reader does not support; it reads mlp.experts.gate_up_proj and mlp.experts.down_proj",
+            )
+        found += [f"{module or 'experts'}.{logical}" for logical in FUSED[EXPERT_PARAMETERS[last]]]
+    return tuple(found)
+
+
+def _target_modules(file: str, fields: Mapping[str, Any]) -> Modules:
     """Read `target_modules`, limited to the layers in `layers_to_transform` if it is set."""
     value = required_field(file, fields, "target_modules", list, str)
     layers = _layers(file, fields)

@@ -2,7 +2,9 @@
 
     adapter_config.json        rank, alpha, targets: PEFT's LoraConfig as JSON
     adapter_model.safetensors  base_model.model.<module>.lora_A.weight [rank, in],
-                               .lora_B.weight [out, rank], with DoRA .lora_magnitude_vector [out]
+                               .lora_B.weight [out, rank], with DoRA .lora_magnitude_vector [out];
+                               for a parameter of experts [experts * rank, in] and
+                               [out, rank * experts]
     adapter_manifest.json      size and sha256 of both files, fingerprint of the base model; written
                                last, ignored by PEFT
 
@@ -16,7 +18,8 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -25,6 +28,7 @@ from typing import Any
 import numpy as np
 import safetensors
 
+from rl_megatron_peft.base_model.experts import EXPERT_PARAMETERS, ExpertParameter
 from rl_megatron_peft.base_model.naming import TARGETS, HFModule
 from rl_megatron_peft.errors import bad_file
 from rl_megatron_peft.peft.adapter_config import from_peft, required_field, to_peft
@@ -41,12 +45,17 @@ _HEAD = f"{PREFIX}{VALUE_HEAD}."
 
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _CODES = {name: code for code, name in _DTYPES.items()}
+_EXPERTS = re.compile(r"model\.layers\.(0|[1-9]\d{0,5})\.mlp\.experts((?:\.base_layer)*)", re.ASCII)
+"""PEFT wraps the module of the experts once for each of its parameters, the first innermost."""
 _FACTORS = {".lora_A.weight": "a", ".lora_B.weight": "b", ".lora_magnitude_vector": "magnitude"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraPair:
     """The factors of one module, of one element type.
+
+    For a parameter of experts `rank` below is experts * rank: rows of A are ordered by expert, then
+    by rank, columns of B by rank, then by expert.
 
     Attributes:
         a: lora_A [rank, in].
@@ -71,7 +80,8 @@ class Adapter:
     Attributes:
         base_model: name or path of the base model; empty if unknown.
         config: rank, alpha and targets.
-        pairs: full Hugging Face module name -> its factors.
+        pairs: full Hugging Face name of a module, or of a parameter of experts, such as
+            `model.layers.0.mlp.experts.down_proj` -> its factors.
         fingerprint: of the base model's weights, stored in the manifest; empty if unknown.
     """
 
@@ -92,36 +102,56 @@ def verify_adapter(adapter: Adapter, file: str = WEIGHTS_FILE) -> None:
         raise bad_file(file, "pairs", "is empty")
     layers: set[int] = set()
     for module, pair in adapter.pairs.items():
+        parameter = ExpertParameter.parse(module)
         try:
-            layers.add(HFModule.parse(module).layer)
+            layers.add((parameter or HFModule.parse(module)).layer)
+            covered = config.covers(module) if parameter is None else config.covers_experts(parameter)
         except ConfigError as error:
             raise bad_file(file, module, str(error)) from error
-        if not config.covers(module):
+        if not covered:
             raise bad_file(
                 file,
                 module,
                 f"has an adapter, but target_modules is {config.target_modules!r}, exclude {config.exclude!r}",
             )
         _verify_pair(file, module, pair, config)
-    present = [HFModule(layer, name).name for layer in sorted(layers) for name in TARGETS]
-    for module in present:
-        if config.covers(module) and module not in adapter.pairs:
+    names_of = _targets_of(layers, adapter.pairs)
+    for module, names in names_of.items():
+        if module not in adapter.pairs and any(map(config.covers, names)):
             raise bad_file(file, module, "is a target and has no adapter, but others of its layer have one")
+    present = [name for names in names_of.values() for name in names]
     for name in config.target_modules if isinstance(config.target_modules, tuple) else ():
         if not any(module == name or module.endswith("." + name) for module in present):
             raise bad_file(file, "target_modules", f"names {name!r}, which no layer with adapters has")
 
 
+def _targets_of(layers: set[int], pairs: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Return what can have adapters in these layers -> the names by which settings choose it."""
+    experts = any(ExpertParameter.parse(name) for name in pairs)
+    found: dict[str, tuple[str, ...]] = {}
+    for layer in sorted(layers):
+        parameters = [ExpertParameter(layer, name) for name in EXPERT_PARAMETERS] if experts else []
+        inside = {logical for parameter in parameters for logical in parameter.logical}
+        modules = [HFModule(layer, name).name for name in TARGETS if name not in inside]
+        found |= {name: (name,) for name in modules} | {one.name: one.targets for one in parameters}
+    return found
+
+
 def _verify_pair(file: str, module: str, pair: LoraPair, config: LoraConfig) -> None:
-    rank = config.rank_of(module)
+    rank, of_experts = config.rank_of(module), ExpertParameter.parse(module) is not None
     for side, tensor, axis in (("lora_A", pair.a, 0), ("lora_B", pair.b, 1)):
         field = f"{module}.{side}"
         if tensor.dtype not in _CODES:
             raise bad_file(file, field, f"is of type {tensor.dtype}; supported are {', '.join(_CODES)}")
         if len(tensor.shape) != 2 or 0 in tensor.shape:
             raise bad_file(file, field, f"has shape {tensor.shape}; expected two non-empty dimensions")
-        if tensor.shape[axis] != rank:
-            raise bad_file(file, field, f"has shape {tensor.shape}, but r is {rank}: dimension {axis} must be {rank}")
+        if tensor.shape[axis] % rank if of_experts else tensor.shape[axis] != rank:
+            wanted = f"a multiple of {rank}" if of_experts else rank
+            raise bad_file(file, field, f"has shape {tensor.shape}, but r is {rank}: dimension {axis} must be {wanted}")
+    if pair.a.shape[0] != pair.b.shape[1]:
+        raise bad_file(
+            file, module, f"has factors of shapes {pair.a.shape} and {pair.b.shape}, of different numbers of experts"
+        )
     if pair.a.dtype != pair.b.dtype:
         raise bad_file(file, module, f"has factors of different types, {pair.a.dtype} and {pair.b.dtype}")
     _verify_magnitude(file, f"{module}.lora_magnitude_vector", pair, config)
@@ -162,7 +192,9 @@ def write_adapter_files(folder: Path, adapter: Adapter) -> list[Path]:
     verify_adapter(adapter, "the adapter to be written")
     sums = {
         WEIGHTS_FILE: _write(folder / WEIGHTS_FILE, _weights_bytes(adapter)),
-        PEFT_CONFIG: _write(folder / PEFT_CONFIG, _json_bytes(to_peft(adapter.config, adapter.base_model))),
+        PEFT_CONFIG: _write(
+            folder / PEFT_CONFIG, _json_bytes(to_peft(adapter.config, adapter.base_model, adapter.pairs))
+        ),
     }
     _write(folder / MANIFEST_FILE, _json_bytes({"version": 1, "files": sums, "base_model": adapter.fingerprint}))
     return [folder / name for name in (*sums, MANIFEST_FILE)]
@@ -172,7 +204,7 @@ def peft_tensors(adapter: Adapter) -> dict[str, WeightTensor]:
     """Return the tensors by their PEFT names, such as `base_model.model.<module>.lora_A.weight`."""
     suffix = {side: suffix for suffix, side in _FACTORS.items()}
     return {
-        f"{PREFIX}{module}{suffix[side]}": tensor
+        f"{PREFIX}{_peft_module(module, adapter.pairs)}{suffix[side]}": tensor
         for module in sorted(adapter.pairs)
         for side, tensor in adapter.pairs[module].tensors().items()
     }
@@ -198,7 +230,7 @@ def read_adapter(path: Path, *, value_head: bool = False) -> Adapter:
     entries = _entries(str(path / WEIGHTS_FILE), weights_bytes)
     if value_head:
         entries = {name: entry for name, entry in entries.items() if not name.startswith(_HEAD)}
-    pairs = _pairs_from(str(path / WEIGHTS_FILE), entries)
+    pairs = _with_parameters(str(path / WEIGHTS_FILE), _pairs_from(str(path / WEIGHTS_FILE), entries), config)
     base_model = str(fields.get("base_model_name_or_path") or "")
     adapter = Adapter(base_model=base_model, config=config, pairs=pairs, fingerprint=fingerprint)
     verify_adapter(adapter, str(path / WEIGHTS_FILE))
@@ -278,6 +310,36 @@ def _pairs_from(file: str, entries: Mapping[str, Mapping[str, Any]]) -> dict[str
                     file, f"{PREFIX}{module}{suffix}", "is missing, but the module's other factor is present"
                 )
     return {module: LoraPair(**sides) for module, sides in sorted(factors.items())}
+
+
+def _peft_module(name: str, pairs: Collection[str]) -> str:
+    """Return the module of PEFT that has the factors of a module or of a parameter of experts."""
+    parameter = ExpertParameter.parse(name)
+    if parameter is None:
+        return name
+    wrapped = [one for one in EXPERT_PARAMETERS if ExpertParameter(parameter.layer, one).name in pairs]
+    return parameter.module + ".base_layer" * (len(wrapped) - 1 - wrapped.index(parameter.parameter))
+
+
+def _with_parameters(file: str, pairs: Mapping[str, LoraPair], config: LoraConfig) -> dict[str, LoraPair]:
+    """Replace PEFT's modules of experts by the parameters that they wrap."""
+    found: dict[str, LoraPair] = {}
+    for name, pair in pairs.items():
+        match = _EXPERTS.fullmatch(name)
+        if match is None:
+            found[name] = pair
+            continue
+        parameters = [ExpertParameter(int(match[1]), one) for one in EXPERT_PARAMETERS]
+        try:
+            wrapped = [parameter for parameter in parameters if config.covers_experts(parameter)]
+        except ConfigError as error:
+            raise bad_file(file, name, str(error)) from error
+        depth = match[2].count(".")
+        if depth >= len(wrapped):
+            covered = ", ".join(parameter.name for parameter in wrapped) or "none of its experts"
+            raise bad_file(file, name, f"has an adapter, but the targets in its layer are {covered}")
+        found[wrapped[len(wrapped) - 1 - depth].name] = pair
+    return found
 
 
 def _tensor(file: str, name: str, entry: Mapping[str, Any]) -> WeightTensor:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
+from rl_megatron_peft.base_model.experts import ExpertParameter
 from rl_megatron_peft.base_model.naming import TARGETS, suggestion
 from rl_protocol.errors import ConfigError
 
@@ -19,7 +20,9 @@ Modules = tuple[str, ...] | re.Pattern[str]
 class LoraConfig:
     """Settings of LoRA (Hu et al. 2021, arXiv:2106.09685): W x + alpha / rank * B A x.
 
-    Module names and patterns are matched as in PEFT's LoraConfig.
+    Module names and patterns are matched as in PEFT's LoraConfig. The modules of all experts of a
+    layer are one: `model.layers.0.mlp.experts.down_proj`. PEFT adapts a parameter that holds the
+    matrices of all experts, and finds its rank and alpha by that parameter's name.
 
     >>> config = LoraConfig(rank=8, target_modules=("q_proj", "v_proj"))
     >>> config.covers("model.layers.0.self_attn.v_proj")
@@ -110,6 +113,21 @@ class LoraConfig:
     def covers(self, module: str) -> bool:
         """Return whether the Hugging Face module of that full name gets an adapter."""
         return _matches(self.target_modules, module) and not _matches(self.exclude, module)
+
+    def covers_experts(self, parameter: ExpertParameter) -> bool:
+        """Return whether a parameter of experts gets an adapter.
+
+        Raises:
+            ConfigError: a part of it is a target, and another is not.
+        """
+        covered = [self.covers(target) for target in parameter.targets]
+        if any(covered) and not all(covered):
+            raise ConfigError(
+                f"target_modules and exclude must take all of {', '.join(parameter.logical)} of experts or none: they share one A in "
+                f"{parameter.name}; got {self.target_modules!r} and {self.exclude!r}.",
+                field="target_modules",
+            )
+        return all(covered)
 
     def rank_of(self, module: str) -> int:
         """Return the adapter rank of the Hugging Face module of that full name."""

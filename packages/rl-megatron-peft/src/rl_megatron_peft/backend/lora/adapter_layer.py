@@ -1,13 +1,17 @@
 """The LoRA adapter of one fused linear layer of Megatron-Core.
 
 Every logical module has its own B with rows in Hugging Face order. Canonical adapters also have an
-A per logical module; fused ones share one A. An adapter is therefore exported by gathering its
-shards, without reordering.
+A per logical module; fused ones, and those of experts, share one A. An adapter is therefore
+exported by gathering its shards, without reordering.
 
 Tensor parallelism splits B of linear_qkv and linear_fc1 by rows, and A of linear_proj and
 linear_fc2 by columns. The other factor is the same on every rank and gets the same gradient there,
 or with sequence parallelism the gradient of the rank's tokens. All factors are float32 whatever the
 dtype of the model.
+
+A layer of an expert gets the tokens of all tensor-parallel ranks from Megatron's dispatcher, which
+adds up what these ranks return. So its adapter communicates nothing: the factor that is the same on
+every rank gets a part of its gradient.
 
 With DoRA each logical module also has the norms of its rows, `magnitude`, split as the rows of B. A
 row of linear_proj or linear_fc2 is spread over all tensor-parallel ranks.
@@ -217,12 +221,16 @@ def _factor(spec: AdapterSpec, key: str, parameter: torch.nn.Parameter, split: i
 
 def _gathered(x: torch.Tensor, spec: AdapterSpec) -> torch.Tensor:
     """Return x of all tokens: with sequence parallelism each rank has its own."""
+    if spec.of_expert:
+        return x
     gather = gather_from_sequence_parallel_region if spec.sequence_parallel else copy_to_tensor_model_parallel_region
     return gather(x)
 
 
 def _reduced(x: torch.Tensor, spec: AdapterSpec) -> torch.Tensor:
     """Return x summed over ranks: of all tokens, or with sequence parallelism of this rank's."""
+    if spec.of_expert:
+        return x
     if spec.sequence_parallel:
         return reduce_scatter_to_sequence_parallel_region(x)
     return reduce_from_tensor_model_parallel_region(x)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -11,12 +11,12 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 from rl_megatron_peft.backend.lora.adapter_layer import LoraLayer
-from rl_megatron_peft.backend.lora.adapter_spec import AdapterSpec
+from rl_megatron_peft.backend.lora.adapter_spec import AdapterSpec, covered_parts
 from rl_megatron_peft.backend.lora.dropout import DropoutContext, InputDropout
-from rl_megatron_peft.backend.model.gpt import ADAPTER
+from rl_megatron_peft.backend.model.gpt import ADAPTER, first_expert
 from rl_megatron_peft.backend.parallel import Ranks
 from rl_megatron_peft.base_model.model_shape import ModelShape
-from rl_megatron_peft.base_model.naming import FUSED, HFModule, MegatronModule
+from rl_megatron_peft.base_model.naming import FUSED, MegatronModule
 from rl_megatron_peft.peft.lora_config import LoraConfig
 from rl_protocol.errors import ConfigError
 
@@ -41,7 +41,7 @@ def attach(
         shape: shape of the model.
         ranks: place of this process.
         fused: share one A among q, k and v, and one among gate and up, as Megatron's LoRA does;
-            False: one A per module, as PEFT does.
+            False: one A per module, as PEFT does. gate and up of an expert always share one.
         seed: seed of the first weights and of dropout.
         dropout_context: names the training pass under way; None: nothing is ever dropped.
 
@@ -49,23 +49,16 @@ def attach(
         This stage's adapters, by layer.
 
     Raises:
-        ConfigError: no module is a target, one of an expert is, or fused adapters would cover part
-            of a fused module.
+        ConfigError: no module is a target, fused adapters or those of experts would cover part of a
+            fused module, or there are adapters of experts with dropout or DoRA.
     """
     check_targets(config, shape, fused=fused)
     context = DropoutContext() if dropout_context is None else dropout_context
     found: list[LoraLayer] = []
     layers: list[Any] = list(cast(Any, model.decoder).layers)
     for layer in layers:
-        linears = {
-            "linear_qkv": layer.self_attention.linear_qkv,
-            "linear_proj": layer.self_attention.linear_proj,
-        }
-        if not shape.experts:
-            linears |= {"linear_fc1": layer.mlp.linear_fc1, "linear_fc2": layer.mlp.linear_fc2}
-        for name, linear in linears.items():
-            module = MegatronModule(layer.layer_number - 1, name)
-            if any(config.covers(part.name) for part in module.parts):
+        for module, linear in _linears(layer, shape, ranks):
+            if covered_parts(module, config):
                 spec = AdapterSpec.of(module, config, shape, ranks.layout, fused=fused)
                 dropout = InputDropout(config.dropout, seed, context, spec, ranks)
                 adapter = LoraLayer(
@@ -75,6 +68,18 @@ def attach(
                 linear.register_forward_hook(partial(_add_adapter, adapter))
                 found.append(adapter)
     return found
+
+
+def _linears(layer: Any, shape: ModelShape, ranks: Ranks) -> Iterator[tuple[MegatronModule, Any]]:
+    """Yield the fused linear layers of a layer: names in the whole model, and the modules."""
+    number = layer.layer_number - 1
+    yield MegatronModule(number, "linear_qkv"), layer.self_attention.linear_qkv
+    yield MegatronModule(number, "linear_proj"), layer.self_attention.linear_proj
+    first = first_expert(shape, ranks)
+    parts = enumerate(layer.mlp.experts.local_experts, first) if shape.experts else [(None, layer.mlp)]
+    for expert, mlp in parts:
+        yield MegatronModule(number, "linear_fc1", expert), mlp.linear_fc1
+        yield MegatronModule(number, "linear_fc2", expert), mlp.linear_fc2
 
 
 def _add_adapter(
@@ -92,41 +97,47 @@ def check_targets(config: LoraConfig, shape: ModelShape, *, fused: bool) -> None
     Raises:
         ConfigError: they can't; names the setting.
     """
-    every = [MegatronModule(layer, name).parts for layer in range(shape.layers) for name in FUSED]
-    if not any(config.covers(part.name) for parts in every for part in parts):
+    layers = range(shape.layers)
+    outside = ("linear_qkv", "linear_proj") if shape.experts else tuple(FUSED)
+    dense = [MegatronModule(layer, name) for layer in layers for name in outside]
+    # all experts of a layer have adapters, or none
+    of_experts = [MegatronModule(layer, name, 0) for layer in layers for name in FUSED if name not in outside]
+    if not any(covered_parts(module, config) for module in (*dense, *of_experts)):
         raise ConfigError(
             f"target_modules is {config.target_modules!r}, which is no module of this model of {shape.layers} layers.",
             field="target_modules",
         )
-    if shape.experts:
-        _check_no_experts(config)
-    for name in FUSED if fused else ():
-        for layer in range(shape.layers):
-            parts = MegatronModule(layer, name).parts
-            covered = [part.logical for part in parts if config.covers(part.name)]
-            ranks = {part.name: config.rank_of(part.name) for part in parts if config.covers(part.name)}
-            if len(set(ranks.values())) > 1:
-                raise ConfigError(
-                    f"Fused adapters of {', '.join(FUSED[name])} share one A and have one rank; got {ranks}. Set fused=False.",
-                    field="rank_pattern",
-                )
-            if covered and len(covered) < len(parts):
-                missing = ", ".join(part.name for part in parts if part.logical not in covered)
-                raise ConfigError(
-                    f"Fused adapters cover all of {', '.join(FUSED[name])} or none; {missing} is not a target. "
-                    "Make it one, or set fused=False.",
-                    field="target_modules",
-                )
+    if any(covered_parts(module, config) for module in of_experts):
+        _check_experts(config)
+    for module in dense if fused else ():
+        _check_fused(config, module)
 
 
-def _check_no_experts(config: LoraConfig) -> None:
-    covered = [name for name in ("gate_proj", "up_proj", "down_proj") if config.covers(HFModule(0, name).name)]
-    if covered:
+def _check_fused(config: LoraConfig, module: MegatronModule) -> None:
+    parts, names = module.parts, ", ".join(FUSED[module.fused])
+    covered = [part for part in parts if config.covers(part.name)]
+    ranks = {part.name: config.rank_of(part.name) for part in covered}
+    if len(set(ranks.values())) > 1:
         raise ConfigError(
-            f"target_modules names {', '.join(covered)}, of experts, which get no adapters on Megatron-Core; got "
-            f"{config.target_modules!r}. Leave them out.",
+            f"Fused adapters of {names} share one A and have one rank; got {ranks}. Set fused=False.",
+            field="rank_pattern",
+        )
+    if covered and len(covered) < len(parts):
+        missing = ", ".join(part.name for part in parts if part not in covered)
+        raise ConfigError(
+            f"Fused adapters cover all of {names} or none; {missing} is not a target. Make it one, or set fused=False.",
             field="target_modules",
         )
+
+
+def _check_experts(config: LoraConfig) -> None:
+    for field, value, wanted in (("dropout", config.dropout, 0.0), ("use_dora", config.use_dora, False)):
+        if value != wanted:
+            raise ConfigError(
+                f"LoRA {field} must be {wanted} with adapters of experts, for which PEFT has none other; got {value}. Or leave "
+                "gate_proj, up_proj and down_proj out of target_modules.",
+                field=field,
+            )
 
 
 @contextmanager

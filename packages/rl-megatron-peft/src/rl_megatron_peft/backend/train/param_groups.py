@@ -53,7 +53,11 @@ def adapter_parameters(adapters: Sequence[LoraLayer]) -> Iterator[TrainedParamet
     for adapter in adapters:
         for factor in adapter.factors():
             yield TrainedParameter(
-                parameter=factor.parameter, keys=(factor.key,), split=factor.split, partial=factor.partial
+                parameter=factor.parameter,
+                keys=(factor.key,),
+                split=factor.split,
+                partial=factor.partial,
+                expert=adapter.spec.of_expert,
             )
 
 
