@@ -20,6 +20,7 @@ from rl_megatron_peft.errors import AdapterError
 from rl_megatron_peft.peft.adapter_folder import Adapter, LoraPair, read_adapter, verify_adapter, write_adapter
 from rl_megatron_peft.peft.checkpoint_folders import FolderKind, folder_kind, whole_checkpoints
 from rl_megatron_peft.peft.lora_config import LoraConfig
+from rl_megatron_peft.peft.verl_files import VerlAdapterOptions, verl_adapter_options
 
 __version__ = "0.1.0"
 
@@ -35,6 +36,7 @@ __all__ = [
     "LoraPair",
     "MegatronModule",
     "ModelShape",
+    "VerlAdapterOptions",
     "fingerprint",
     "folder_kind",
     "fused_targets",
@@ -43,6 +45,7 @@ __all__ = [
     "qkv_rows",
     "read_adapter",
     "verify_adapter",
+    "verl_adapter_options",
     "whole_checkpoints",
     "write_adapter",
 ]

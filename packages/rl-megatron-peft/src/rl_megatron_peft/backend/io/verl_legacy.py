@@ -13,7 +13,6 @@ rows of the fused layer. The pickles are read with torch's `weights_only`, which
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from pickle import UnpicklingError  # raised by torch.load; nothing is unpickled here
@@ -28,14 +27,9 @@ from rl_megatron_peft.base_model.model_shape import ModelShape
 from rl_megatron_peft.base_model.naming import FUSED, MegatronModule
 from rl_megatron_peft.errors import bad_file
 from rl_megatron_peft.peft.adapter_folder import Adapter, LoraPair, verify_adapter
-from rl_megatron_peft.peft.checkpoint_folders import LEGACY
 from rl_megatron_peft.peft.lora_config import LoraConfig
+from rl_megatron_peft.peft.verl_files import FACTOR, adapter_folder, files_by_rank
 from rl_protocol.torch import to_weight
-
-_FILE = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?_adapter\.pt")
-_NAME = re.compile(
-    r"(?:module\.)*decoder\.layers\.(\d+)\.(?:self_attention|mlp)\.(linear_\w+)\.adapter\.linear_(in|out)\.weight"
-)
 
 Shards = dict[tuple[int, str, str], list[torch.Tensor]]
 """(layer in the whole model, fused module, `in` or `out`) -> one shard per tensor-parallel rank."""
@@ -54,8 +48,8 @@ def read_legacy(path: Path, base: Path, *, alpha: float) -> Adapter:
             model; names file and field.
         ConfigError: the base model is not supported.
     """
-    folder = path / LEGACY if (path / LEGACY).is_dir() else path
-    shape, (files, layout) = ModelShape.read(base), _files_by_rank(folder)
+    folder = adapter_folder(path)
+    shape, (files, layout) = ModelShape.read(base), files_by_rank(folder)
     layout.check(shape)
     shards: Shards = {}
     for pipeline in range(layout.pipeline):
@@ -79,26 +73,6 @@ def read_legacy(path: Path, base: Path, *, alpha: float) -> Adapter:
     return adapter
 
 
-def _files_by_rank(folder: Path) -> tuple[dict[tuple[int, int], Path], Layout]:
-    """Return the file of each (tensor, pipeline) rank, and the layout; no file is missing."""
-    files: dict[tuple[int, int], Path] = {}
-    for file in sorted(folder.glob("*.pt")):
-        match = _FILE.fullmatch(file.name)
-        if match is None or match[3] is not None:
-            raise bad_file(
-                file, "layout", "is not the file of a tensor- and pipeline-parallel rank; experts are not supported"
-            )
-        files[int(match[1]), int(match[2] or 0)] = file
-    if not files:
-        raise bad_file(folder, "layout", "holds no mp_rank_*_adapter.pt")
-    layout = Layout(tensor=max(t for t, _ in files) + 1, pipeline=max(p for _, p in files) + 1)
-    for tensor in range(layout.tensor):
-        for pipeline in range(layout.pipeline):
-            if (tensor, pipeline) not in files:
-                raise bad_file(folder, "layout", f"lacks the file of tensor rank {tensor}, pipeline stage {pipeline}")
-    return files, layout
-
-
 def _read(file: Path) -> dict[tuple[int, str, str], torch.Tensor]:
     try:
         loaded: Any = torch.load(file, map_location="cpu", weights_only=True)
@@ -109,7 +83,7 @@ def _read(file: Path) -> dict[tuple[int, str, str], torch.Tensor]:
         raise bad_file(file, "adapter_state_dict", "is missing or empty")
     found: dict[tuple[int, str, str], torch.Tensor] = {}
     for name, tensor in state.items():
-        match = _NAME.fullmatch(str(name))
+        match = FACTOR.fullmatch(str(name))
         if match is None or match[2] not in FUSED or not isinstance(tensor, torch.Tensor) or tensor.ndim != 2:
             raise bad_file(file, str(name), "is not a factor of a LoRA adapter on a fused module of a dense model")
         found[int(match[1]), match[2], match[3]] = tensor
