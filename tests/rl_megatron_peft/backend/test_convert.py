@@ -242,6 +242,16 @@ def test_the_command_line_says_what_it_did_or_what_was_wrong(convert, models, tm
     assert_is(tmp_path / "new", ModelShape.read(models / "llama"), models / "llama")
 
 
+def test_verls_old_format_becomes_a_peft_folder_without_megatron_core(models, tmp_path):
+    """A run with any engine converts one at its start; Megatron-Core takes seconds to import."""
+    source = legacy_files(tmp_path / "old", ModelShape.read(models / "llama"), tensor=1, pipeline=1)
+    words = ["convert", str(source), str(tmp_path / "new"), "--to", "peft", "--base", str(models / "llama")]
+    text = f"import sys; from rl_megatron_peft.cli import main; main({[*words, '--alpha', '6']}); print('megatron' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.endswith("False\n")
+    assert_is(tmp_path / "new", ModelShape.read(models / "llama"), models / "llama")
+
+
 @pytest.mark.slow
 def test_the_command_line_in_its_own_process(models, tmp_path):
     """A separate process, because Megatron's checkpoint writer imports the main module again."""

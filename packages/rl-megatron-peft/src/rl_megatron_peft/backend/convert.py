@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import os
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
-
-import torch
-import torch.distributed as dist
+from typing import Literal
 
 from rl_megatron_peft.backend.io.verl_legacy import read_legacy
-from rl_megatron_peft.backend.lora.gather_adapter import scatter_adapter
-from rl_megatron_peft.backend.parallel import close_ranks, open_ranks
-from rl_megatron_peft.backend.policy import MegatronPolicyBackend
-from rl_megatron_peft.backend.resume import load_checkpoint, save_checkpoint
-from rl_megatron_peft.backend.train.mini_batches import MetricSums, MiniBatchCounts
-from rl_megatron_peft.backend.train.settings import TrainSettings
-from rl_megatron_peft.base_model.layout import Layout
-from rl_megatron_peft.errors import bad_file
-from rl_megatron_peft.peft.adapter_folder import Adapter, read_adapter, write_adapter
-from rl_megatron_peft.peft.checkpoint_folders import MANIFEST, FolderKind, folder_kind, refuse_unless_resumable
-from rl_megatron_peft.peft.lora_config import LoraConfig
-from rl_protocol import BatchData, ConfigError
+from rl_megatron_peft.peft.adapter_folder import read_adapter, write_adapter
+from rl_megatron_peft.peft.checkpoint_folders import FolderKind, folder_kind
+from rl_protocol import ConfigError
 
 Format = Literal["peft", "resume"]
 
@@ -60,63 +43,16 @@ def convert(
         )
     if (kind, to) in ((FolderKind.PEFT, "peft"), (FolderKind.RESUME, "resume")):
         raise ConfigError(f"{source} holds {kind.value} already; there is nothing to convert.", field="to")
+    if kind is FolderKind.LEGACY and to == "peft":  # needs no Megatron-Core
+        write_adapter(target, read_legacy(source, base, alpha=alpha or 0.0))
+        return kind
+    # Megatron-Core: imports for seconds
+    from rl_megatron_peft.backend.resume_conversion import adapter_to_resume, resume_to_adapter
+
     if kind is FolderKind.LEGACY:
-        _write(read_legacy(source, base, alpha=alpha or 0.0), target, to, base, fused=fused, source=source)
+        adapter_to_resume(read_legacy(source, base, alpha=alpha or 0.0), target, base, fused=fused, source=source)
     elif kind is FolderKind.PEFT:
-        _write(read_adapter(source), target, to, base, fused=fused, source=source)
+        adapter_to_resume(read_adapter(source), target, base, fused=fused, source=source)
     else:
-        refuse_unless_resumable(source)
-        config, source_fused = _read_settings(source / MANIFEST)
-        with _open_policy(base, config, fused=source_fused) as policy:
-            load_checkpoint(policy, source)
-            policy.save_pretrained(target)
+        resume_to_adapter(source, target, base)
     return kind
-
-
-def _write(adapter: Adapter, target: Path, to: Format, base: Path, *, fused: bool, source: Path) -> None:
-    if to == "peft":
-        write_adapter(target, adapter)
-        return
-    config = dataclasses.replace(adapter.config, dropout=0.0)  # nothing is trained
-    with _open_policy(base, config, fused=fused) as policy:
-        scatter_adapter(
-            adapter,
-            policy.adapters,
-            adapter.config,
-            policy.shape,
-            policy.ranks,
-            fingerprint=policy.fingerprint,
-            source=str(source),
-        )
-        save_checkpoint(policy, target)
-
-
-def _read_settings(manifest: Path) -> tuple[LoraConfig, bool]:
-    """Return the configuration of a checkpoint's adapter, and whether it is fused."""
-    fields: dict[str, Any] = json.loads(manifest.read_text())
-    try:
-        return LoraConfig.from_manifest(fields), bool(fields["fused"])
-    except (KeyError, TypeError, ValueError) as error:
-        field = str(error.args[0]) if isinstance(error, KeyError) else getattr(error, "field", "target_modules")
-        raise bad_file(manifest, field, f"is missing or wrong: {error}") from error
-
-
-@contextmanager
-def _open_policy(base: Path, config: LoraConfig, *, fused: bool) -> Generator[MegatronPolicyBackend]:
-    """Open a policy in a process group of this process only."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]: documented, but not in __all__
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    settings = TrainSettings(fused=fused)
-    try:
-        yield MegatronPolicyBackend(base, lora=config, loss=_no_loss, ranks=open_ranks(Layout()), settings=settings)
-    finally:
-        close_ranks()
-        dist.destroy_process_group()
-
-
-def _no_loss(
-    log_prob: torch.Tensor, entropy: torch.Tensor, micro: BatchData, counts: MiniBatchCounts
-) -> tuple[torch.Tensor, MetricSums]:
-    del log_prob, entropy, micro, counts
-    raise AssertionError("convert trains nothing")

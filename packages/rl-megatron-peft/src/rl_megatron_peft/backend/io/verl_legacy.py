@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from rl_megatron_peft.backend.model.gpt import unfuse
+from rl_megatron_peft.backend.model.fused_rows import unfuse
 from rl_megatron_peft.base_model.fingerprint import fingerprint
 from rl_megatron_peft.base_model.layout import ROW_PARALLEL, Layout
 from rl_megatron_peft.base_model.model_shape import ModelShape
@@ -76,7 +76,9 @@ def read_legacy(path: Path, base: Path, *, alpha: float) -> Adapter:
 def _read(file: Path) -> dict[tuple[int, str, str], torch.Tensor]:
     try:
         loaded: Any = torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+    except UnpicklingError as error:  # whose text advises to load the file without `weights_only`
+        raise bad_file(file, "file", "is damaged, or holds other objects than tensors, which are not read") from error
+    except (OSError, RuntimeError, EOFError) as error:
         raise bad_file(file, "file", f"can't be read as tensors: {str(error).splitlines()[0]}") from error
     state: Any = loaded.get("adapter_state_dict") if isinstance(loaded, dict) else None
     if not isinstance(state, dict) or not state:

@@ -34,7 +34,7 @@ from megatron.core.tensor_parallel import (
 
 from rl_megatron_peft.backend.lora.adapter_spec import AdapterSpec
 from rl_megatron_peft.backend.lora.dropout import InputDropout, named_generator
-from rl_megatron_peft.backend.model.gpt import fused_order, unfuse
+from rl_megatron_peft.backend.model.fused_rows import fused_order, unfuse
 from rl_megatron_peft.backend.parallel import Ranks, all_reduce_tensor_parallel
 from rl_megatron_peft.base_model.model_shape import ModelShape
 

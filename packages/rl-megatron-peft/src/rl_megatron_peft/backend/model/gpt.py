@@ -1,4 +1,4 @@
-"""Megatron-Core's GPTModel: building this rank's part, and the rows of its fused modules."""
+"""Megatron-Core's GPTModel: building this rank's part."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from rl_megatron_peft.backend.model.expert_layer import LinearRouter, replace_di
 from rl_megatron_peft.backend.parallel import Ranks
 from rl_megatron_peft.base_model.layout import global_name
 from rl_megatron_peft.base_model.model_shape import ModelShape
-from rl_megatron_peft.base_model.naming import qkv_rows
 
 ADAPTER = "adapter"
 """Attribute of an adapter in its layer. Megatron-Bridge uses and skips parameters of this name."""
@@ -134,26 +133,3 @@ def base_parameters(model: GPTModel, shape: ModelShape, ranks: Ranks) -> Iterato
     for name, parameter in model.named_parameters():
         if f".{ADAPTER}." not in name and f".{VALUE}." not in name:
             yield global_name(name, first_layer(shape, ranks), first_expert(shape, ranks)), parameter
-
-
-def fuse(parts: list[torch.Tensor], fused: str, shape: ModelShape, tensor: int) -> torch.Tensor:
-    """Join the rows of q, k and v, or of gate and up, as one of `tensor` ranks holds them."""
-    joined = torch.cat(parts) if len(parts) > 1 else parts[0]
-    return joined[torch.tensor(fused_order(shape, tensor), device=joined.device)] if fused == "linear_qkv" else joined
-
-
-def unfuse(weight: torch.Tensor, fused: str, shape: ModelShape, tensor: int) -> list[torch.Tensor]:
-    """Split the rows of a fused module into its logical modules; the inverse of `fuse`."""
-    if fused == "linear_qkv":
-        rows = qkv_rows(shape.heads // tensor, shape.groups // tensor, shape.head_dim)
-        return [weight[torch.tensor(part, device=weight.device)] for part in rows]
-    return list(weight.chunk(2)) if fused == "linear_fc1" else [weight]
-
-
-def fused_order(shape: ModelShape, tensor: int) -> list[int]:
-    """Return for each row of linear_qkv on one of `tensor` ranks its index in q, k and v joined."""
-    q, k, v = qkv_rows(shape.heads // tensor, shape.groups // tensor, shape.head_dim)
-    order = [0] * (len(q) + len(k) + len(v))
-    for joined, row in enumerate([*q, *k, *v]):
-        order[row] = joined
-    return order

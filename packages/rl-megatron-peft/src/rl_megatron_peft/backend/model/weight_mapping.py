@@ -13,7 +13,8 @@ import safetensors
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from rl_megatron_peft.backend.model.gpt import base_parameters, fuse, unfuse
+from rl_megatron_peft.backend.model.fused_rows import fuse, unfuse
+from rl_megatron_peft.backend.model.gpt import base_parameters
 from rl_megatron_peft.backend.model.megatron_bridge import BridgeMapping, bridge_problem
 from rl_megatron_peft.backend.parallel import (
     Ranks,

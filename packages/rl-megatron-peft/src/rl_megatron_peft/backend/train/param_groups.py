@@ -10,7 +10,8 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 from rl_megatron_peft.backend.lora.adapter_layer import LoraLayer
-from rl_megatron_peft.backend.model.gpt import base_parameters, fuse, unfuse
+from rl_megatron_peft.backend.model.fused_rows import fuse, unfuse
+from rl_megatron_peft.backend.model.gpt import base_parameters
 from rl_megatron_peft.backend.parallel import Ranks
 from rl_megatron_peft.base_model.experts import ExpertWeight
 from rl_megatron_peft.base_model.layout import hf_tensors
