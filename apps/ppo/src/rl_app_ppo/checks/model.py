@@ -8,7 +8,7 @@ from pathlib import Path
 from rl_app_ppo.checks.facts import Facts
 from rl_app_ppo.checks.memory import available_bytes, check_memory, matrices, parameters, trained_parameters
 from rl_app_ppo.config.full_keys import adapter_errors, reference_errors
-from rl_app_ppo.config.model_path import given_reference, read_json
+from rl_app_ppo.config.model_path import given_reference, is_verl_adapter, read_json
 from rl_app_ppo.config.placement import Role
 from rl_app_ppo.config.presets import NO_PRESET, of_demo
 from rl_app_ppo.config.schema import AppConfig
@@ -16,6 +16,7 @@ from rl_app_ppo.config.training_backends import TRAINING_BACKENDS
 from rl_app_ppo.demo.demos import DEMOS
 from rl_app_ppo.inputs.megatron_model import check_megatron_model
 from rl_app_ppo.inputs.tokenizer import load_tokenizer
+from rl_app_ppo.inputs.verl_adapter import check_verl_adapter
 from rl_app_ppo.inputs.weight_files import check_weights
 from rl_protocol import ConfigError
 from rl_protocol.support.peft_config import VALUE_HEAD
@@ -131,8 +132,10 @@ def _check_adapter(config: AppConfig, path: Path | None, *, sees_images: bool) -
     """Check that the policy can start from a given adapter, and that the rollout gets it."""
     if not config.lora.adapter_path:
         return
-    # vision models name their modules otherwise in files
-    check_adapter(config.lora, None if path is None or sees_images else matrices(path))
+    if is_verl_adapter(config.lora.adapter_path):
+        check_verl_adapter(config, path)
+    else:  # vision models name their modules otherwise in files
+        check_adapter(config.lora, None if path is None or sees_images else matrices(path))
     if not config.checkpoint_engine.enabled:
         raise ConfigError(
             f"lora.adapter_path={config.lora.adapter_path!r} needs checkpoint_engine.enabled=true, by which the rollout gets the adapter; got "

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rl_app_ppo.config.full_keys import adapter_errors, full_keys_in_errors
-from rl_app_ppo.config.model_path import model_type
+from rl_app_ppo.config.model_path import is_verl_adapter, model_type, verl_adapter_layer
 from rl_app_ppo.config.other_trainers import describe_other
 from rl_app_ppo.config.placement import (
     AUTO,
@@ -223,8 +223,16 @@ def _of_adapter(key: str, chosen: Mapping[str, object]) -> list[Source]:
     path, critic = chosen.get(key), key == "critic.adapter_path"
     if not path or not isinstance(path, str):
         return []
-    with adapter_errors(key):
-        options = {f"lora.{name}": value for name, value in adapter_options(path, value_head=critic).items()}
+    if not critic and is_verl_adapter(path):
+        read = verl_adapter_layer(path)
+        if "lora.alpha" not in chosen:
+            raise ConfigError(
+                f"lora.alpha must be set with {key}={path!r}: it is in verl's old format, whose files store no alpha. Set that of its training."
+            )
+    else:
+        with adapter_errors(key):
+            read = adapter_options(path, value_head=critic)
+    options = {f"lora.{name}": value for name, value in read.items()}
     return [(f"{key}={path}", options | ({"critic.use_lora": True} if critic else {}))]
 
 

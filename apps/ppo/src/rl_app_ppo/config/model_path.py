@@ -1,5 +1,7 @@
 """Resolve `model.path` to a checkpoint folder, also by name in the local Hugging Face cache.
 
+Resolve the paths of adapters.
+
 Nothing is downloaded.
 """
 
@@ -8,12 +10,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
 from rl_app_ppo.config.full_keys import reference_errors
 from rl_app_ppo.config.schema import AppConfig
-from rl_protocol import ConfigError
+from rl_protocol import ConfigError, RLError
 from rl_protocol.support.hf_checkpoint import INDEX, safetensors_files
 
 ADVICE = "Give a folder written by save_pretrained, or leave model.path empty for the demo model."
@@ -51,6 +54,35 @@ def given_adapter(config: AppConfig) -> str:
 def given_critic_adapter(config: AppConfig) -> str:
     """The same of the critic."""
     return _absolute(config.critic.adapter_path)
+
+
+def is_verl_adapter(path: str) -> bool:
+    """Whether an adapter to start from is in verl's old format, `adapter_checkpoint/`."""
+    folder = Path(path).expanduser()
+    if not path or (folder / "adapter_config.json").exists():
+        return False
+    return (folder / "adapter_checkpoint").is_dir() or any(folder.glob("mp_rank_*_adapter.pt"))
+
+
+def verl_adapter_layer(path: str) -> dict[str, Any]:
+    """Rank and modules, by option of `lora`, of an adapter in verl's old format.
+
+    Raises:
+        ConfigError: it can't be read, or rl-megatron-peft, which converts it, is not installed.
+    """
+    if find_spec("rl_megatron_peft") is None:
+        raise ConfigError(
+            f"lora.adapter_path={path!r} is in verl's old format, which rl-megatron-peft converts; it is not installed. Run `uv sync --extra "
+            "megatron`, or outside this repository `uv pip install 'rl-app-ppo[megatron]'`; or convert it elsewhere with `rl-megatron-peft "
+            "convert`, and give the PEFT folder."
+        )
+    from rl_megatron_peft import verl_adapter_options  # optional
+
+    try:
+        found = verl_adapter_options(Path(path).expanduser())
+    except RLError as error:
+        raise ConfigError(f"lora.adapter_path={path!r} can't be read as verl's old format: {error}") from error
+    return {"rank": found.rank, "target_modules": list(found.target_modules)}
 
 
 def _absolute(path: str) -> str:

@@ -20,6 +20,7 @@ from rl_app_ppo.config.hosts import units_join
 from rl_app_ppo.config.model_path import given_model
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.demo.cache import read_facts
+from rl_app_ppo.driver.adapter_conversion import convert_adapter
 from rl_app_ppo.driver.controller_watch import CONTROLLER, controller_watch, successor_s
 from rl_app_ppo.driver.heartbeat_watch import heartbeat_watch
 from rl_app_ppo.driver.restart_policy import RestartPolicy
@@ -67,9 +68,10 @@ async def start_processes(plan: ProcessPlan, stack: AsyncExitStack, screen: Scre
     """Start the processes and load their models; `stack` stops them.
 
     Raises:
-        ConfigError: there is no room for them.
+        ConfigError: there is no room for them, or the adapter to start from can't be converted.
         RLError: one does not start.
     """
+    await convert_adapter(plan.config, plan.files, screen, startup)
     plane = await _start_servers(plan, stack, screen, startup)
     of_ray = ray_servers()
     servers = _plane_servers(plane, plan.config) | of_ray

@@ -17,9 +17,10 @@ from rl_app_ppo.cluster.ray_actor import RayProcess, RayWorker
 from rl_app_ppo.config.devices import PlannedProcess, described_gpus, host_bundles, idle_gpus, plan_processes
 from rl_app_ppo.config.hosts import match_nodes
 from rl_app_ppo.config.loading import to_yaml
-from rl_app_ppo.config.model_path import given_adapter, given_critic_adapter, given_reference
+from rl_app_ppo.config.model_path import given_critic_adapter, given_reference
 from rl_app_ppo.config.placement import Role, WorkerGroup
 from rl_app_ppo.config.schema import AppConfig
+from rl_app_ppo.driver.adapter_conversion import initial_adapter
 from rl_app_ppo.outputs.console import Screen
 from rl_app_ppo.outputs.run_folder import RunFiles
 from rl_app_ppo.outputs.startup_times import Startup
@@ -247,7 +248,7 @@ class WorkerPool:
                 config=resolved,
                 model_path=str(model_path),
                 reference_path=reference,
-                adapter_path=given_adapter(self._config),
+                adapter_path=initial_adapter(self._config, self._files),
                 critic_adapter_path=given_critic_adapter(self._config),
                 plane=described,
                 rank=0 if planned.roles == ("rollout",) else planned.rank,  # replicas share no model

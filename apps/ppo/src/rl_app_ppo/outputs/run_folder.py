@@ -277,6 +277,11 @@ class RunFiles:
         return self.folder / CHECKPOINTS
 
     @property
+    def adapter(self) -> Path:
+        """The PEFT folder of an adapter to start from that was in another format."""
+        return self.folder / "adapter"
+
+    @property
     def batches(self) -> Path:
         """The batches of steps, with trainer.keep_batches."""
         return self.folder / "batches"

@@ -46,7 +46,8 @@ class LoraConfig(Options):
     use_dora: bool = option(False, "use DoRA (arXiv:2402.09353): train weight magnitudes too")
     adapter_path: str = option(
         "",
-        "PEFT folder of the adapter to start from, whose rank, alpha, kind and modules are taken; the reference stays the base; empty: a new one",
+        "PEFT folder of the adapter to start from, whose rank, alpha, kind and modules are taken; the reference stays the base; in the app "
+        "also verl's old adapter_checkpoint, with alpha set; empty: a new one",
         verl=(".lora_adapter_path", ".lora.adapter_path"),
     )
     merge_on_save: bool = option(
