@@ -122,23 +122,27 @@ def test_an_answer_changes_no_advantage_and_no_metric_of_the_responses(name):
 
 
 def test_observations_are_trained_on_and_change_no_advantage():
-    """Every second token of a response is an observation."""
+    """Every second token is the policy's, every fourth an observation, and the rest a context."""
     meta, data = responses()
-    mask = ragged([[i % 2 == 0 for i in range(size)] for size in data.ragged("responses").lengths], "bool")
-    data = BatchData({**data.columns, "response_mask": mask})
+    lengths = data.ragged("responses").lengths
+    mask = ragged([[i % 2 == 0 for i in range(size)] for size in lengths], "bool")
+    seen = ragged([[i % 4 == 1 for i in range(size)] for size in lengths], "bool")
+    data = BatchData({**data.columns, "response_mask": mask, "observation": seen})
     without, expected, *_ = estimate_advantages(meta, data, settings())
     columns, metrics, *_ = estimate_advantages(meta, data, settings(echo_coef=0.25))
     assert columns.ragged("advantages").values.tolist() == without.ragged("advantages").values.tolist()
     assert metrics == expected
-    assert columns.ragged("loss_mask").values.all()
+    assert columns.ragged("loss_mask").values.tolist() == (mask.values | seen.values).tolist()
     assert without.ragged("loss_mask").values.tolist() == mask.values.tolist()
-    assert columns.ragged("ce_weights").values.tolist() == [0.0 if own else 0.25 for own in mask.values]
-    assert columns.ragged("rl_weights").values.tolist() == mask.values.astype(float).tolist()
+    assert columns.ragged("ce_weights").values.tolist() == [0.25 if one else 0.0 for one in seen.values]
+    rl = columns.ragged("rl_weights").values[mask.values | seen.values]
+    assert rl.tolist() == mask.values[mask.values | seen.values].astype(float).tolist()
 
 
 def test_rejected_tokens_are_no_observations():
     meta, data = responses()
-    data = BatchData({**data.columns, "rollout_log_probs": data["old_log_probs"]})
+    seen = ragged([[False] * size for size in data.ragged("responses").lengths], "bool")
+    data = BatchData({**data.columns, "rollout_log_probs": data["old_log_probs"], "observation": seen})
     correction = RolloutCorrectionConfig(rollout_rs=("token_k1",), rollout_rs_threshold=("2.0_3.0",))
     columns, *_ = estimate_advantages(meta, data, settings(echo_coef=1.0, rollout_correction=correction))
     assert not columns.ragged("loss_mask").values.any()

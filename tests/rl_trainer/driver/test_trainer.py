@@ -218,7 +218,10 @@ class Setup:
         reference = LocalWorker("ref", ReferenceWorker(self.plane, columns, TorchPolicyBackend(path, None), 1.0))
         self.workers = Workers(
             rollout=[
-                LocalWorker(f"rollout-{i}", RolloutWorker(self.plane, e, data, session, CODEC))
+                LocalWorker(
+                    f"rollout-{i}",
+                    RolloutWorker(self.plane, e, data, session, CODEC, observations=algorithm.trains_observations),
+                )
                 for i, e in enumerate(engines)
             ],
             reward=LocalWorker(

@@ -178,6 +178,24 @@ def test_a_conversation_in_words_is_one_trajectory_of_the_tokens_that_were_made(
         ]
 
 
+def test_a_turn_that_the_agent_shortens_is_no_observation_and_the_answer_to_it_is_one():
+    """As templates do that leave out what the policy thought in earlier turns."""
+
+    async def body():
+        async with serving(tokenizer=Letters(), sampling=SamplingParams(max_new_tokens=6, seed=11)) as (_, session):
+            talk = [{"role": "user", "content": "cd"}]
+            assert (await post(session, "chat/completions", {"messages": talk}))[0] == 200
+            talk += [{"role": "assistant", "content": "eee"}, {"role": "user", "content": "hd"}]
+            assert (await post(session, "chat/completions", {"messages": talk}))[0] == 200
+            return session.recorder.trajectories()
+
+    first, second = asyncio.run(body())
+    made = len(second.response_ids) - 6
+    assert second.response_ids[:6] == (4, 4, 4, 1, 7, 3)  # eee.hd
+    assert second.observations == (False,) * 4 + (True,) * 2 + (False,) * made
+    assert not any(first.observations)
+
+
 def test_n_choices_differ_are_reproducible_and_each_is_a_trajectory():
     async def body(seed):
         async with serving() as (_, session):
@@ -461,14 +479,19 @@ def test_an_agent_in_a_process_of_its_own_drives_a_rollout_and_its_tokens_land_i
         plane, engine = MemoryDataPlane(), Gated()
         engine.new_weights(9)
         data = [PromptRow(prompt_ids=ids, data_source="d", ground_truth="") for ids in prompts]
-        worker = RolloutWorker(plane, engine, {"train": data}, kind)
+        worker = RolloutWorker(plane, engine, {"train": data}, kind, observations=True)
         partition = Partition(name=TRAIN_PARTITION, split="train", step=1, n=1, sampling=sampling)
         call = RolloutCall(partition=partition, prompts=leased({"p0": 0, "p1": 1}))
         async with asyncio.timeout(DEADLINE_S):
             result = await worker.rollout(call)
         rows = await plane.list_rows(TRAIN_PARTITION)
         meta = KVBatchMeta(partition=TRAIN_PARTITION, keys=tuple(sorted(rows.keys)))
-        return result, meta.keys, await plane.get(meta, ["responses", "response_mask", "rollout_log_probs"]), rows
+        return (
+            result,
+            meta.keys,
+            await plane.get(meta, ["responses", "response_mask", "rollout_log_probs", "observation"]),
+            rows,
+        )
 
     result, keys, data, rows = asyncio.run(body())
     assert keys == ("p0/0/0", "p0/0/1", "p1/0/0", "p1/0/1")
@@ -479,6 +502,8 @@ def test_an_agent_in_a_process_of_its_own_drives_a_rollout_and_its_tokens_land_i
         ids = data.ragged("responses").row(place).tolist()
         made = data.ragged("response_mask").row(place).tolist()
         assert made == ([True, False, True, True] if key.endswith("/0") else [False, True, True])
+        observed = data.ragged("observation").row(place).tolist()
+        assert observed == ([False, True, False, False] if key.endswith("/0") else [False] * 3)
         assert ids[made.index(False)] == (7 if key.endswith("/0") else 4)
         before = [prompts[int(key[1])][-1], *ids]
         by_hand = [table[a, b] if own else 0.0 for a, b, own in zip(before, ids, made, strict=False)]

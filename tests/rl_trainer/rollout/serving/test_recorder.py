@@ -14,15 +14,20 @@ from hypothesis import strategies as st
 
 from rl_protocol import RolloutError
 from rl_trainer.rollout.serving import Completion, Recorder
+from rl_trainer.rollout.serving.recorder import common_end
 from rl_trainer.rollout.session_turns import Trajectory
 from rl_trainer.rollout.trajectory_stats import RolloutStats
 
 PROMPT = (5, 6)
 
 
-def completion(context, ids, version=0):
+def completion(context, ids, version=0, told=0):
     return Completion(
-        context=tuple(context), response_ids=tuple(ids), log_probs=(-0.5,) * len(ids), versions=(version,) * len(ids)
+        context=tuple(context),
+        response_ids=tuple(ids),
+        log_probs=(-0.5,) * len(ids),
+        versions=(version,) * len(ids),
+        told=told,
     )
 
 
@@ -34,11 +39,12 @@ def recorded(*completions):
 
 
 def trajectory(ids, made, version=0, turns=1):
-    """`made` marks each token with + (made by the policy) or - (observed)."""
+    """`made` marks each token with + (made by the policy), - (observed) or . (neither)."""
     flags = tuple(sign == "+" for sign in made)
     return Trajectory(
         response_ids=tuple(ids),
         response_mask=flags,
+        observed=tuple(sign == "-" for sign in made) if "." in made else None,
         log_probs=tuple(-0.5 if flag else 0.0 for flag in flags),
         weight_version=version,
         versions=((version, len(ids)),),
@@ -52,12 +58,21 @@ def trajectory(ids, made, version=0, turns=1):
         ([], []),
         # A conversation is one trajectory; the policy did not make the agent's text in between.
         ([((5, 6), (7,)), ((5, 6, 7, 9, 9), (8, 1))], [((7, 9, 9, 8, 1), "+--++", 0, 2)]),
-        # A reset of the context starts another trajectory.
-        ([((5, 6), (7,)), ((5, 6, 4), (8,))], [((7,), "+"), ((4, 8), "-+")]),
+        # What the first context adds to the prompt is from the environment.
+        ([((5, 6, 4), (7,)), ((5, 6, 4, 7, 9), (8,))], [((4, 7, 9, 8), "-+-+", 0, 2)]),
+        # A reset starts another trajectory, whose context may have text of the policy.
+        ([((5, 6), (7,)), ((5, 6, 4), (8,))], [((7,), "+"), ((4, 8), ".+")]),
+        # Turns of the policy that the agent has rewritten are no observations; what follows is.
+        (
+            [((5, 6), (7, 8)), ((5, 6, 8, 9, 9), (2,), 0, 2), ((5, 6, 8, 9, 9, 2, 4), (3,), 0, 1)],
+            [((7, 8), "++"), ((8, 9, 9, 2, 4, 3), ".--+-+", 0, 2)],
+        ),
+        # No more than the context has after the prompt.
+        ([((5, 6), (7,)), ((5, 6, 9), (8,), 0, 3)], [((7,), "+"), ((9, 8), "-+")]),
         # Two branches of one turn: the turn before them counts only in the first.
         (
             [((5, 6), (7,)), ((5, 6, 7, 9), (2,)), ((5, 6, 7, 9), (3,))],
-            [((7, 9, 2), "+-+", 0, 2), ((7, 9, 3), "--+")],
+            [((7, 9, 2), "+-+", 0, 2), ((7, 9, 3), "..+")],
         ),
         # Continuing the first of two choices leaves the second unchanged and moves the first to the
         # end.
@@ -76,6 +91,13 @@ def test_a_trajectory_has_the_oldest_version_that_made_it():
     (made,) = recorded(mixed, completion((5, 6, 2, 3, 9), (4,), version=6))
     assert (made.weight_version, made.versions) == (3, ((4, 1), (3, 2), (6, 1)))
     assert made.response_mask == (True, True, False, True)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "count"), [((), (1,), 0), ((1, 2), (2,), 1), ((1, 2), (3, 2), 1), ((1, 2), (1, 2), 2), ((1,), (2,), 0)]
+)
+def test_texts_end_alike(a, b, count):
+    assert common_end(a, b) == common_end(b, a) == count
 
 
 def test_a_context_without_the_prompt_is_refused():

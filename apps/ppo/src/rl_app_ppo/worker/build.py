@@ -205,6 +205,7 @@ def _rollout(config: AppConfig, call: BuildCall, plane: DataPlane, engine: Rollo
         tokenizer,
         _reader(path),
         demonstrations=demonstrations(config, tokenizer, eos_of(path)) if config.demonstrates else None,
+        observations=config.algorithm.trains_observations,
         restart=restart,
         kept_sets=config.rollout.records_kept_sets,
         experts=_recorded_experts(config, path),

@@ -70,7 +70,7 @@ def estimate_advantages(batch: KVBatchMeta, data: BatchData, settings: Advantage
     generated, given = _generated(data)
     sources = SourceRows.of(config, data)
     coefs = sources.coefs()
-    observed = ~(generated | given) & (coefs.echo > 0)
+    observed = _observed(data, generated | given) & (coefs.echo > 0)
     mask, weights, metrics = _corrected(data, generated, config.rollout_correction)
     scores = data.dense("scores").values.astype(np.float64)
     penalty, reward_kl, kl_metrics = _kl_penalty(data, mask, settings)
@@ -178,6 +178,13 @@ def _generated(data: BatchData) -> tuple[BoolArray, BoolArray]:
     mask = data.ragged("response_mask").values.astype(np.bool_)
     given = data.ragged("demonstration").values.astype(np.bool_) if "demonstration" in data else np.zeros_like(mask)
     return mask & ~given, mask & given
+
+
+def _observed(data: BatchData, trained: BoolArray) -> BoolArray:
+    """The other tokens [T] that environments gave; none where these are not trained on."""
+    if "observation" not in data:
+        return np.zeros_like(trained)
+    return ~trained & data.ragged("observation").values.astype(np.bool_)
 
 
 def _rows_by_origin(final: IntArray, given: BoolArray, offsets: IntArray) -> tuple[IntArray, IntArray]:

@@ -49,6 +49,10 @@ class Trajectory:
     """Runs of (version, tokens) of all tokens after the prompt, as `version_runs` gives them;
     empty: `weight_version` generated all.
     """
+    observed: tuple[bool, ...] | None = None
+    """[R] true where the environment of an agent wrote the token, for AlgorithmConfig.echo_coef;
+    None: wherever the policy did not generate it.
+    """
     stats: RolloutStats | None = None
     """Statistics for metrics; None: no statistics."""
     truncated: bool = False
@@ -80,6 +84,11 @@ class Trajectory:
         """Runs of (version, tokens) of all tokens after the prompt; empty: there are none."""
         one = ((self.weight_version, len(self.response_ids)),) if len(self.response_ids) else ()
         return self.versions or one
+
+    @property
+    def observations(self) -> tuple[bool, ...]:
+        """[R] true where the environment wrote the token."""
+        return tuple(not made for made in self.response_mask) if self.observed is None else self.observed
 
     @property
     def newest_version(self) -> int:
@@ -368,10 +377,10 @@ def _check(ref: SessionRef, trajectories: Sequence[Trajectory], sampling: Sampli
             f"{where} has no trajectory; a session must return at least one, the last of which is scored."
         )
     for index, one in enumerate(trajectories):
-        lengths = {len(one.response_ids), len(one.response_mask), len(one.log_probs)}
+        lengths = {len(one.response_ids), len(one.response_mask), len(one.log_probs), len(one.observations)}
         if len(lengths) > 1:
             raise RolloutError(
-                f"{where}, trajectory {index}: response_ids, response_mask and log_probs must align; got {lengths}."
+                f"{where}, trajectory {index}: response_ids, response_mask, log_probs and observed must align; got {lengths}."
             )
         if one.versions or one.weight_version < 0:
             check_runs(one.versions, len(one.response_ids), one.weight_version, f"{where}, trajectory {index}")

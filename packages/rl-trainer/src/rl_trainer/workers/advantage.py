@@ -98,6 +98,7 @@ class AdvantageStages:
             *step.estimated_from,
             *step.reference,
             *step.demonstration,
+            *step.observation,
         ),
         reads_as=lambda step: step.old_as,
         writes=lambda step: (

@@ -78,6 +78,13 @@ _BETWEEN_STAGES = (
         meaning="tokens of the data's answer, which no policy generated",
     ),
     ColumnSpec(
+        name="observation",
+        kind="ragged",
+        dtype="bool",
+        writer="rollout",
+        meaning="tokens that tools and environments answered to an agent",
+    ),
+    ColumnSpec(
         name="ref_top_log_probs",
         kind="ragged",
         dtype="float32",
@@ -118,6 +125,7 @@ TRAINER_SCHEMA = BatchSchema(
                 "rollout_is_weights",
                 "chosen_tokens",
                 "demonstration",
+                "observation",
                 *PART_WEIGHTS,
             )
         ),
@@ -185,6 +193,7 @@ class StepColumns:
         chosen: tokens that the policy loss treats differently.
         versions: of the weights that generated each token, for interpolated old log-probs.
         demonstration: tokens that the data gave.
+        observation: tokens that the environment of an agent gave, where they are trained on.
         advantages: what the policy loss and the value loss read; empty: there is no policy loss.
         part_weights: weights of the parts of a token's loss that are not the same for all tokens.
     """
@@ -209,6 +218,7 @@ class StepColumns:
     chosen: tuple[str, ...] = ()
     versions: tuple[str, ...] = ()
     demonstration: tuple[str, ...] = ()
+    observation: tuple[str, ...] = ()
     advantages: tuple[str, ...] = ("advantages", "returns")
     part_weights: tuple[str, ...] = ()
 
@@ -279,6 +289,7 @@ def step_columns(
         chosen=("chosen_tokens",) if loss.chooses else (),
         versions=("rollout_versions",) if mode == "interpolate" else (),
         demonstration=("demonstration",) if parts.demonstrations else (),
+        observation=("observation",) if parts.observations else (),
         part_weights=parts.columns,
     )
     if not parts.rl:

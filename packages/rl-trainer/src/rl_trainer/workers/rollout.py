@@ -47,6 +47,7 @@ class RolloutWorker(Worker):
         images: reads the images of prompts, for a policy that sees images.
         demonstrations: reads the data's answers, which are the last responses to training prompts;
             None: all responses are generated.
+        observations: whether the tokens that environments answered are written.
         restart: whether sessions start again when an update of the weights aborts one of their
             requests; otherwise the new weights continue it.
         kept_sets: whether the tokens that top-p and top-k keep are written.
@@ -67,6 +68,7 @@ class RolloutWorker(Worker):
         images: ImageReader | None = None,
         *,
         demonstrations: Demonstrations | None = None,
+        observations: bool = False,
         restart: bool = False,
         kept_sets: bool = False,
         experts: int = 0,
@@ -76,6 +78,7 @@ class RolloutWorker(Worker):
         self.columns = StepColumns(
             images=IMAGE_COLUMNS if images is not None else (),
             demonstration=() if demonstrations is None else ("demonstration",),
+            observation=("observation",) if observations else (),
             kept=KEPT_COLUMNS if kept_sets else (),
             routed=ROUTED_COLUMNS if experts else (),
             teacher_prompts=() if teacher is None else (TEACHER_PROMPTS,),
@@ -220,6 +223,7 @@ class RolloutWorker(Worker):
             "rollout_log_probs",
             "rollout_versions",
             *step.demonstration,
+            *step.observation,
             *step.kept,
             *step.routed,
         ),
@@ -244,6 +248,8 @@ class RolloutWorker(Worker):
         if self.columns.demonstration:
             given = [[self._is_given(partition, lease, ref)] * len(t.response_ids) for lease, ref, t in named]
             data = data.union(BatchData({"demonstration": ragged(given, "bool")}))
+        if self.columns.observation:
+            data = data.union(BatchData({"observation": ragged([t.observations for *_, t in named], "bool")}))
         if self.columns.kept:
             data = data.union(_kept_columns([trajectory for *_, trajectory in named]))
         if self.columns.routed:

@@ -15,7 +15,7 @@ import json
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import msgspec
@@ -34,9 +34,10 @@ from rl_trainer.rollout.serving.openai_api import (
     CompletionRequest,
     chat_body,
     completion_body,
+    told_text,
 )
 from rl_trainer.rollout.serving.policy import Policy
-from rl_trainer.rollout.serving.recorder import Completion, Recorder
+from rl_trainer.rollout.serving.recorder import Completion, Recorder, common_end
 from rl_trainer.rollout.serving.tokenizer import ChatTokenizer
 from rl_trainer.rollout.stop_strings import text_until_stop, tokens_until_stop
 
@@ -218,7 +219,8 @@ class Endpoint:
         ids = asked.prompt_token_ids or ()
         given = "" if ids or not asked.messages else self._words().prompt([turn.plain for turn in asked.messages])
         limit = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
-        choices, prompt = await self._answer(session, asked, ids, given, limit, asked.logprobs)
+        told = told_text([turn.plain for turn in asked.messages], given)
+        choices, prompt = await self._answer(session, asked, ids, given, limit, asked.logprobs, told)
         return await _respond(request, asked, chat_body(asked, choices, prompt, self._name()))
 
     def _session(self, request: web.Request) -> ServedSession:
@@ -248,8 +250,11 @@ class Endpoint:
         text: str,
         limit: int | None,
         spell: bool,
+        told: str = "",
     ) -> tuple[list[Choice], tuple[int, ...]]:
-        """Generate and record the choices; returns them and the context they follow."""
+        """Generate and record the choices; returns them and the context they follow. `told` is the
+        end of `text` that follows the policy's turns.
+        """
         self._check_settings(asked)
         if not ids and text:
             ids = session.recorder.ids(text, self._words().encode, self._words().encode_rest)
@@ -260,13 +265,14 @@ class Endpoint:
         if asked.stops:
             self._words()
         budget = self._budget(ids, limit)
+        new = common_end(ids, self._words().encode_rest(told)) if told else 0
         answered = await gather_or_cancel(*(self._whole(session.policy, ids, budget, asked) for _ in range(asked.n)))
         choices: list[Choice] = []
         for completion, finish in answered:
             if session not in self._sessions.values():
                 raise _Refused(409, "session_closed", "The session ended while this was generated.")
             said = text + self._codec.decode(completion.response_ids, special=True) if text and self._codec else ""
-            session.recorder.add(completion, said)
+            session.recorder.add(replace(completion, told=new), said)
             choices.append(self._choice(completion, finish, asked, spell))
         return choices, ids
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -89,6 +90,24 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """[R] each token as text; empty where log-probs were not asked for."""
     log_probs: tuple[float, ...]
     versions: tuple[int, ...]
+
+
+def told_text(messages: Sequence[Message], text: str) -> str:
+    """The end of a conversation from the first message after the assistant's last turn.
+
+    Args:
+        messages: the conversation.
+        text: the same, as the chat template has written it.
+
+    Returns:
+        Empty: there is no such message, or the template does not write it as it is. A content that
+        is repeated in later messages counts from its last place.
+    """
+    turns = [place for place, message in enumerate(messages) if message.role == "assistant"]
+    new = messages[turns[-1] + 1 if turns else 0 :]
+    content = next((stripped for message in new if (stripped := message.content.strip())), "")
+    place = text.rfind(content) if content else -1
+    return text[place:] if place >= 0 else ""
 
 
 def completion_body(

@@ -3,12 +3,18 @@
 A completion whose context continues a trajectory extends it: the tokens in between are marked as
 not generated. Any other context (reset, branched, or rewritten by the agent) begins a new
 trajectory. So each generated token is in exactly one trajectory as generated.
+
+The environment wrote what is between the completions of a trajectory, and what the session's first
+context adds to the prompt. A later trajectory begins with a context that may have turns of the
+policy in it, as other tokens than those that were generated: the environment wrote its last tokens,
+`Completion.told`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import ne
 from typing import Literal
 
 from rl_protocol import KeptSets, RolloutError
@@ -34,6 +40,8 @@ class Completion:
     """[R] the tokens from which each token was sampled, as `Generation.kept`."""
     routed: ExpertIds | None = field(default=None, repr=False, compare=False)
     """[tokens, layers, K] the experts of context and response, as `Generation.routed`."""
+    told: int = 0
+    """Last tokens of the context that are known to follow the policy's turns."""
     finish: Literal["stop", "length", "abort"] = "stop"
     """Why it ended."""
 
@@ -104,9 +112,15 @@ class Recorder:
         for completion in self._completions:
             fitting = [one for one in open_ends if completion.context[: len(one.ids)] == one.ids]
             one = max(fitting, key=lambda growing: len(growing.ids), default=_Growing(self.prompt_ids))
-            one.go_on(completion)
+            one.go_on(completion, new=one.is_new and bool(open_ends))
             open_ends = [other for other in open_ends if other is not one] + [one]
         return [one.trajectory(len(self.prompt_ids)) for one in open_ends]
+
+
+def common_end(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two texts have in common at their ends."""
+    pairs = zip(reversed(a), reversed(b), strict=False)
+    return next((count for count, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
 
 
 class _Growing:
@@ -115,6 +129,7 @@ class _Growing:
     def __init__(self, ids: tuple[int, ...]) -> None:
         self.ids = ids
         self._made: list[bool] = []
+        self._observed: list[bool] = []
         self._log_probs: list[float] = []
         self._versions: list[int | None] = []
         self._kept: list[tuple[int, KeptSets | None]] = []
@@ -122,11 +137,19 @@ class _Growing:
         self._turns = 0
         self._finish = "stop"
 
-    def go_on(self, completion: Completion) -> None:
+    @property
+    def is_new(self) -> bool:
+        """Whether it has no completion yet."""
+        return not self._turns
+
+    def go_on(self, completion: Completion, *, new: bool) -> None:
+        """Append a completion; `new`: it begins a trajectory of a session that has others."""
         given = len(completion.context) - len(self.ids)
         made = len(completion.response_ids)
         self.ids = (*completion.context, *completion.response_ids)
+        told = min(completion.told, given) if new else given
         self._made += [False] * given + [True] * made
+        self._observed += [False] * (given - told) + [True] * told + [False] * made
         self._log_probs += [0.0] * given + list(completion.log_probs)
         self._versions += [None] * given + list(completion.versions)
         self._kept += [(given, None), (made, completion.kept)]
@@ -139,6 +162,7 @@ class _Growing:
         return Trajectory(
             response_ids=self.ids[prompt:],
             response_mask=tuple(self._made),
+            observed=None if all(map(ne, self._made, self._observed)) else tuple(self._observed),
             log_probs=tuple(self._log_probs),
             weight_version=min((version for version, _ in runs), default=-1),
             versions=runs,
