@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from documented_metrics import assert_documented
 from relative import apart
 
 from rl_app_ppo.config.loading import from_yaml
@@ -22,6 +23,7 @@ def test_grpo_runs_and_writes_everything(app):
     assert done.err == ""
     steps = done.metrics
     assert [m["step"] for m in steps] == [0, 1, 2, 3]
+    assert_documented({name for m in steps for name in m} - {"step"})
     trained = steps[1:]
     assert {m["perf/driver_bytes"] < 256 * KIB for m in trained} == {True}
     assert [m["weight_sync/version"] for m in trained] == [1, 2, 3]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-import re
-from pathlib import Path
 from unittest.mock import AsyncMock
 
 import msgspec
 import numpy as np
 import pytest
+from documented_metrics import assert_documented
 from relative import apart
 from replay_buffers import make_buffers, opened
 
@@ -369,23 +368,6 @@ def test_observations_of_an_agent_are_learned(model_path):
     losses = [m["actor/ce_loss"] for _, m in setup.steps]
     assert losses[-1] < losses[0]
     assert losses[0] == pytest.approx(np.log(15), rel=0.2)  # of a random model with as many tokens
-
-
-def documented():
-    """Yield patterns of the metric names in docs/metrics.md.
-
-    `a/{b,c}` stands for two names, `<x>` for any word.
-    """
-    table = (Path(__file__).parents[3] / "packages" / "rl-trainer" / "docs" / "metrics.md").read_text()
-    for name in re.findall(r"`([\w/.<>@*{},-]+)`", table):
-        choices = [part.strip("{}").split(",") for part in re.findall(r"{[^}]*}|[^{}]+", name)]
-        for plain in map("".join, itertools.product(*choices)):
-            yield re.sub(r"<\w+>", "[^/]+", plain.replace("*", "[^/]+"))
-
-
-def assert_documented(metrics):
-    patterns = re.compile("|".join(f"(?:{pattern})" for pattern in documented()))
-    assert [name for name in metrics if not patterns.fullmatch(name)] == []
 
 
 def test_every_name_takes_part():
