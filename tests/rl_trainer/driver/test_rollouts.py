@@ -129,7 +129,8 @@ def test_without_failures_every_prompt_has_its_sessions(roll_out):
 
 def test_fail_ends_the_run_and_names_session_and_place(roll_out):
     with pytest.raises(
-        RolloutError, match=r"'s1-2' after 1 attempts: session 0.*environment of row 2 is gone \(.*test_rollouts.py:\d+"
+        RolloutError,
+        match=r"'s1-2', in attempt 1: session 0.*environment of row 2 is gone \(.*test_rollouts.py:\d+\)\. Set ",
     ):
         roll_out(ReplayConfig(on_failure="fail"), {2: 1})
 

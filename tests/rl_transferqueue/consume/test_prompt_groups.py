@@ -75,7 +75,7 @@ def test_after_the_last_attempt_a_group_is_failed_and_take_says_so_until_it_is_d
         lease = b.start(1, 0, 0.0)[0]
         settle_all(b, lease, failed=1)
     settle_all(b, b.start(1, 0, 0.0)[0])
-    with pytest.raises(RolloutError, match=r"'a' after 2 attempts: session 1: broken.*max_attempts"):
+    with pytest.raises(RolloutError, match=r"'a', in attempt 2: session 1: broken\. Set .*max_attempts"):
         b.take(1, 0)
     with pytest.raises(BatchError, match="'a' is failed, not taken"):
         b.forget(["a"], "taken")

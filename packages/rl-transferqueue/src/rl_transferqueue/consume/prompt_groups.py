@@ -250,9 +250,11 @@ class GroupBook:
         """
         self.check_take(count, version)
         if failed := [group for group in self._with("failed") if uids is None or group.uid in uids]:
+            first = failed[0]
             raise RolloutError(
-                f"{len(failed)} groups have failed, the first is {failed[0].uid!r} after {failed[0].attempt + 1} attempts: "
-                f"{failed[0].reason}. Discard them, or set ReplayConfig.on_failure or ReplayConfig.max_attempts."
+                f"The rollout of {len(failed)} prompts failed. The first is {first.uid!r}, in attempt {first.attempt + 1}: "
+                f"{first.reason.rstrip('.')}. Set ReplayConfig.on_failure=refill to roll such prompts out again, at most "
+                "ReplayConfig.max_attempts times, or discard their groups."
             )
         self._version, self._taken = max((self._version, self._taken), (version, 0))
         for group in self._with("finished"):
