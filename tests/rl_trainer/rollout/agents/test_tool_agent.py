@@ -581,7 +581,7 @@ def test_log_probs_are_those_of_the_policy_at_the_same_places():
 
 
 def test_what_cannot_be_is_refused():
-    with pytest.raises(ConfigError, match="different names"):
+    with pytest.raises(ConfigError, match=r"different names; got .* out of AgentConfig\.tools"):
         ToolAgent([ToolKind(Calculator)] * 2, Hermes())
     for name, value in (("turns", 0), ("turn_tokens", -1), ("answer_chars", 0), ("call_timeout_s", 0.0)):
         with pytest.raises(ConfigError, match=rf"^{name} must be"):

@@ -75,7 +75,10 @@ class Environment:
         made = [kind.make() for kind in tools]
         self._kinds = {tool.name: kind for tool, kind in zip(made, tools, strict=True)}
         if len(self._kinds) < len(tools):
-            raise ConfigError(f"Tools must have different names; got {[tool.name for tool in made]}.")
+            raise ConfigError(
+                f"Tools must have different names; got {', '.join(tool.name for tool in made)}. Leave one out of AgentConfig.tools, or choose "
+                "among the tools of servers with MCPConfig.tools."
+            )
         self._calls = {tool.name: tool.call for tool in made}
         self._interactions = dict(interactions)
         self.described = tuple(map(described, made))
