@@ -25,11 +25,14 @@ FIELDS = {
 Q, V = (f"model.layers.0.self_attn.{name}_proj" for name in "qv")
 
 
-def folder_of(path, fields=FIELDS, modules=(Q, V), more=()):
+def zeros(modules=(Q, V)):
     tensors = {f"base_model.model.{name}.lora_A.weight": np.zeros((2, 8), np.float32) for name in modules}
-    tensors |= {f"base_model.model.{name}.lora_B.weight": np.zeros((6, 2), np.float32) for name in modules}
+    return tensors | {f"base_model.model.{name}.lora_B.weight": np.zeros((6, 2), np.float32) for name in modules}
+
+
+def folder_of(path, fields=FIELDS, modules=(Q, V), more=()):
     path.mkdir(exist_ok=True)
-    save_file(tensors | dict.fromkeys(more, np.zeros(6, np.float32)), path / "adapter_model.safetensors")
+    save_file(zeros(modules) | dict.fromkeys(more, np.zeros(6, np.float32)), path / "adapter_model.safetensors")
     (path / "adapter_config.json").write_text(json.dumps(fields))
     return path
 
@@ -79,6 +82,17 @@ def test_options_that_are_read_from_an_adapter_are_those_it_was_made_with(tmp_pa
     [
         ({"peft_type": "IA3"}, "has peft_type='IA3'"),
         ({"r": 8}, r"LoraConfig\.rank must be 8, as r in"),
+        ({"r": 0}, r"adapter_config\.json: r must be an integer of at least 1; got 0"),
+        ({"r": "2"}, "r must be an integer of at least 1; got '2'"),
+        ({"r": True}, "r must be an integer of at least 1; got True"),
+        ({"lora_alpha": 0}, "lora_alpha must be a number above 0; got 0"),
+        ({"lora_alpha": None}, "lora_alpha must be a number above 0; got None"),
+        (
+            {"target_modules": ["q_proj"]},
+            f"has an adapter of {V}, which target_modules in adapter_config.json does not name",
+        ),
+        ({"target_modules": r".*\.q_proj"}, f"has an adapter of {V}, which target_modules"),
+        ({"target_modules": "(q"}, "target_modules is '\\(q', which is no regular expression"),
         ({"lora_alpha": 16}, r"LoraConfig\.alpha must be 16, as lora_alpha in"),
         ({"use_rslora": True}, r"LoraConfig\.use_rslora must be True"),
         ({"use_dora": True}, r"LoraConfig\.use_dora must be True"),
@@ -106,7 +120,12 @@ def test_each_field_that_differs_or_is_not_supported_is_named(tmp_path, fields, 
         ({"target_modules": ("q_proj", "v_proj", "o_proj")}, None, "names o_proj, for which"),
         ({}, {Q: (6, 8)}, f"has an adapter of {V}, which the base model does not have"),
         ({}, {Q: (6, 8), V: (5, 8)}, r"for a weight of \(6, 8\), and the base model's is \(5, 8\)"),
-        ({}, {Q: (6, 8), V: (6, 8), Q.replace("0", "1"): (6, 8)}, "has no tensors .model.layers.1.self_attn.q_proj"),
+        (
+            {},
+            {Q: (6, 8), V: (6, 8), Q.replace("0", "1"): (6, 8), V.replace("0", "2"): (6, 8)},
+            r"has no tensors .model\.layers\.1\.self_attn\.q_proj.*Leave out those that it does not have: LoraConfig\.exclude="
+            r"\[model\.layers\.1\.self_attn\.q_proj,model\.layers\.2\.self_attn\.v_proj\]",
+        ),
     ],
 )
 def test_modules_that_differ_are_named(tmp_path, changes, base, message):
@@ -130,3 +149,42 @@ def test_folders_without_readable_files_are_refused(tmp_path):
     (folder / "adapter_model.bin").unlink()
     with pytest.raises(ConfigError, match="must hold a JSON object; got list"):
         check_adapter(options(folder))
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "0.self_attn.v_proj"], r".*\.[qv]_proj", "all-linear", None])
+def test_each_form_of_target_modules_names_its_modules(tmp_path, targets):
+    folder = folder_of(tmp_path, FIELDS | {"target_modules": targets})
+    check_adapter(options(folder), {Q: (6, 8), V: (6, 8)})
+    assert adapter_options(str(folder))["target_modules"] == ["q_proj", "v_proj"]
+
+
+def test_files_that_no_engine_reads_are_refused(tmp_path):
+    """peft and Megatron-Core fail with them, too, but only when the processes have started."""
+    folder = folder_of(tmp_path / "a")
+    file = folder / "adapter_model.safetensors"
+    whole = file.read_bytes()
+    for content, length in ((whole[:-8], len(whole) - 8), (whole + b"x", len(whole) + 1)):
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match=f"has {length} bytes, and its header describes {len(whole)}; copy it"):
+            check_adapter(options(folder))
+    save_file({name: tensor.astype(np.int8) for name, tensor in zeros().items()}, file)
+    with pytest.raises(ConfigError, match=r"q_proj\.lora_A\.weight must be of type F32, F16, BF16; got I8"):
+        check_adapter(options(folder))
+    header = b'{"a": 3}'
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ConfigError, match="is no readable safetensors file"):
+        check_adapter(options(folder))
+    file.rename(folder / "adapter_model-00001-of-00001.safetensors")
+    with pytest.raises(ConfigError, match=r"is no readable safetensors file: .*No such file"):
+        check_adapter(options(folder))
+    (folder / "adapter_model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"holds tensors in several files .*; join them in one adapter_model"):
+        check_adapter(options(folder))
+
+
+def test_the_folders_inside_one_of_several_adapters_are_named(tmp_path):
+    for name in ("two", "one"):
+        folder_of(tmp_path / name)
+    with pytest.raises(ConfigError, match="holds no adapter itself, but one, two inside; name the folder of one"):
+        adapter_options(str(tmp_path))
+    assert adapter_options(str(tmp_path / "one"))["rank"] == 2

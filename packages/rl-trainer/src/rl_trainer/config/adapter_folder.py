@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
+
 from rl_protocol import ConfigError
 from rl_protocol.support.peft_config import HEADS, PICKLED, PICKLED_FILE, VALUE_HEAD, unread_field
-from rl_trainer.config.lora import LoraConfig
+from rl_trainer.config.lora import ALL_LINEAR, LoraConfig
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -19,11 +22,22 @@ _NAME = re.compile(
 )
 _HEAD_NAME = re.compile(rf"base_model\.model\.(?P<module>{VALUE_HEAD})\.(?P<side>weight|bias)")
 _LONGEST_HEADER = 100_000_000
+_TYPES = ("F32", "F16", "BF16")
+"""Element types that every engine reads."""
+_INDEX_FILE = "adapter_model.safetensors.index.json"
 _SAME = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "use_rslora", "use_dora": "use_dora"}
 """Field of PEFT -> the option that must have its value."""
 _CHOOSE_MODULES = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
 """Fields that choose modules, which the names of the tensors tell."""
 Shape = Sequence[int]
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    """One tensor in the header of a safetensors file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
 
 
 def check_adapter(config: LoraConfig, matrices: Mapping[str, Shape] | None = None, *, value_head: bool = False) -> None:
@@ -47,6 +61,7 @@ def check_adapter(config: LoraConfig, matrices: Mapping[str, Shape] | None = Non
     _check_fields(config, fields, folder / CONFIG_FILE, value_head=value_head)
     found = read_shapes(folder, value_head=value_head)
     _check_head(found.pop(VALUE_HEAD, {}), matrices, folder / WEIGHTS_FILE)
+    _check_named(fields, found, folder)
     _check_modules(config, found, matrices)
 
 
@@ -68,7 +83,9 @@ def adapter_options(path: str, *, value_head: bool = False) -> dict[str, Any]:
     fields = _fields(folder, path)
     _check_kind(fields, folder / CONFIG_FILE, value_head=value_head)
     found = read_shapes(folder, value_head=value_head)
-    modules = {module.rpartition(".")[2] for module in found if module != VALUE_HEAD}
+    found.pop(VALUE_HEAD, {})
+    _check_named(fields, found, folder)
+    modules = {module.rpartition(".")[2] for module in found}
     kind: dict[str, Any] = {option: fields[field] for field, option in _SAME.items() if fields.get(field)}
     return kind | {"target_modules": sorted(modules)}
 
@@ -82,29 +99,51 @@ def read_shapes(folder: Path, *, value_head: bool = False) -> dict[str, dict[str
         ConfigError: the file of the tensors can't be read, or holds other tensors.
     """
     file = folder / WEIGHTS_FILE
-    try:
-        with file.open("rb") as opened:
-            size = int.from_bytes(opened.read(8), "little")
-            header: dict[str, dict[str, Any]] = json.loads(opened.read(min(size, _LONGEST_HEADER)))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"LoraConfig.adapter_path: {file} is no readable safetensors file: {error}") from error
     found: dict[str, dict[str, Shape]] = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
+    for name, entry in _header(file).items():
         match = _NAME.fullmatch(name) or (_HEAD_NAME.fullmatch(name) if value_head else None)
         if match is None:
             raise ConfigError(
                 f"LoraConfig.adapter_path: {file} has the tensor {name}; only lora_A, lora_B and lora_magnitude_vector of linear modules are read."
             )
-        found.setdefault(match["module"], {})[match["side"]] = tuple(entry["shape"])
+        if entry.dtype not in _TYPES:
+            raise ConfigError(
+                f"LoraConfig.adapter_path: {file}: {name} must be of type {', '.join(_TYPES)}; got {entry.dtype}."
+            )
+        found.setdefault(match["module"], {})[match["side"]] = entry.shape
     return found
+
+
+def _header(file: Path) -> dict[str, _Entry]:
+    """Name of each tensor -> its entry, of a file that is as long as they say."""
+    if (file.parent / _INDEX_FILE).exists() and not file.exists():
+        raise ConfigError(
+            f"LoraConfig.adapter_path: {file.parent} holds tensors in several files ({_INDEX_FILE}); join them in one {WEIGHTS_FILE}."
+        )
+    try:
+        with file.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            listed: dict[str, Any] = json.loads(opened.read(min(size, _LONGEST_HEADER)))
+        listed.pop("__metadata__", None)
+        header = msgspec.convert(listed, dict[str, _Entry])
+    except (OSError, ValueError, msgspec.ValidationError) as error:
+        raise ConfigError(f"LoraConfig.adapter_path: {file} is no readable safetensors file: {error}") from error
+    length = 8 + size + max((entry.data_offsets[1] for entry in header.values()), default=0)
+    if (found := file.stat().st_size) != length:
+        raise ConfigError(
+            f"LoraConfig.adapter_path: {file} has {found} bytes, and its header describes {length}; copy it again."
+        )
+    return header
 
 
 def _fields(folder: Path, given: str) -> dict[str, Any]:
     """The JSON object of `adapter_config.json`."""
     file = folder / CONFIG_FILE
     if not file.is_file():
+        if inside := sorted(path.parent.name for path in folder.glob(f"*/{CONFIG_FILE}")):
+            raise ConfigError(
+                f"LoraConfig.adapter_path={given!r} holds no adapter itself, but {', '.join(inside)} inside; name the folder of one."
+            )
         raise ConfigError(
             f"LoraConfig.adapter_path={given!r} must be a PEFT folder; it has no {CONFIG_FILE}. Give a folder that save_pretrained of peft, "
             "or a run with LoraConfig.rank above 0, has written. `rl-megatron-peft convert` makes one from a Megatron checkpoint, also from verl's "
@@ -126,6 +165,11 @@ def _check_kind(fields: Mapping[str, Any], file: Path, *, value_head: bool) -> N
         raise ConfigError(
             f"LoraConfig.adapter_path: {file} has peft_type={fields.get('peft_type')!r}; adapters of peft_type='LORA' are read."
         )
+    rank, alpha = fields.get("r"), fields.get("lora_alpha")
+    if type(rank) is not int or rank < 1:
+        raise ConfigError(f"LoraConfig.adapter_path: {file}: r must be an integer of at least 1; got {rank!r}.")
+    if type(alpha) not in (int, float) or not 0 < float(cast("float", alpha)) < math.inf:
+        raise ConfigError(f"LoraConfig.adapter_path: {file}: lora_alpha must be a number above 0; got {alpha!r}.")
     lost = unread_field(fields, (*_SAME, *_CHOOSE_MODULES), HEADS if value_head else ())
     if lost is not None:
         field, why = lost
@@ -139,6 +183,32 @@ def _check_fields(config: LoraConfig, fields: Mapping[str, Any], file: Path, *, 
         if theirs != ours:
             wanted = bool(theirs) if isinstance(ours, bool) else theirs
             raise ConfigError(f"LoraConfig.{option} must be {wanted}, as {field} in {file}; got {ours}.")
+
+
+def _check_named(fields: Mapping[str, Any], found: Collection[str], folder: Path) -> None:
+    """Check that `target_modules` names the modules with tensors; peft ignores those of others."""
+    targets: object = fields.get("target_modules")
+    if targets is None:
+        return
+    for module in found:
+        if isinstance(targets, list):
+            named = any(module == name or module.endswith(f".{name}") for name in cast("list[object]", targets))
+        else:
+            named = targets == ALL_LINEAR or _matches(str(targets), module, folder / CONFIG_FILE)
+        if not named:
+            raise ConfigError(
+                f"LoraConfig.adapter_path: {folder / WEIGHTS_FILE} has an adapter of {module}, which target_modules in {CONFIG_FILE} does not name: "
+                "peft ignores it. Name it, or remove its tensors."
+            )
+
+
+def _matches(pattern: str, module: str, file: Path) -> bool:
+    try:
+        return re.fullmatch(pattern, module) is not None
+    except re.error as error:
+        raise ConfigError(
+            f"LoraConfig.adapter_path: {file}: target_modules is {pattern!r}, which is no regular expression: {error}."
+        ) from error
 
 
 def _check_head(head: Mapping[str, Shape], matrices: Mapping[str, Shape] | None, file: Path) -> None:
@@ -174,9 +244,15 @@ def _check_modules(
         _check_base(found, matrices)
     if lacking or wanted - found.keys():
         one = sorted(wanted - found.keys() or lacking)[0]
+        others = [*config.exclude, *sorted(wanted - found.keys())]
+        remedy = (
+            f"Name the modules that it has: {', '.join(name for name in config.targets() if name not in lacking)}."
+            if lacking
+            else f"Leave out those that it does not have: LoraConfig.exclude=[{','.join(others)}]."
+        )
         raise ConfigError(
             f"LoraConfig.target_modules names {one.rpartition('.')[2]}, for which the adapter in LoraConfig.adapter_path has no tensors ({one}). "
-            "Name the modules that it has, and leave out others of the same name with LoraConfig.exclude."
+            f"{remedy}"
         )
 
 
