@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -170,6 +171,14 @@ def test_files_that_no_engine_reads_are_refused(tmp_path):
     save_file({name: tensor.astype(np.int8) for name, tensor in zeros().items()}, file)
     with pytest.raises(ConfigError, match=r"q_proj\.lora_A\.weight must be of type F32, F16, BF16; got I8"):
         check_adapter(options(folder))
+    entry = f'{{"base_model.model.{Q}.lora_A.weight": {{"dtype": "F32", "shape": [2, 8], "data_offsets": [0, 7]}},'
+    for side, module, shape in (("B", Q, [6, 2]), ("A", V, [2, 8]), ("B", V, [6, 2])):
+        name = f"base_model.model.{module}.lora_{side}.weight"
+        entry += f'"{name}": {{"dtype": "F32", "shape": {shape}, "data_offsets": [0, 7]}},'
+    header = f"{entry[:-1]}}}".encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(7))
+    with pytest.raises(ConfigError, match=r"of \[2, 8\] in F32 has 7 bytes; copy the file again"):
+        check_adapter(options(folder))
     header = b'{"a": 3}'
     file.write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(ConfigError, match="is no readable safetensors file"):
@@ -188,3 +197,20 @@ def test_the_folders_inside_one_of_several_adapters_are_named(tmp_path):
     with pytest.raises(ConfigError, match="holds no adapter itself, but one, two inside; name the folder of one"):
         adapter_options(str(tmp_path))
     assert adapter_options(str(tmp_path / "one"))["rank"] == 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_values_that_are_not_finite_are_named(tmp_path, dtype, value):
+    import torch
+    from safetensors.torch import save_file as save
+
+    folder, largest = folder_of(tmp_path), torch.finfo(getattr(torch, dtype)).max
+    tensors = {name: torch.full(one.shape, -largest).to(getattr(torch, dtype)) for name, one in zeros().items()}
+    save(tensors, folder / "adapter_model.safetensors")
+    check_adapter(options(folder))
+    bad = f"base_model.model.{V}.lora_B.weight"
+    tensors[bad][5, 1] = value
+    save(tensors, folder / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match=f"{bad} has values that are NaN or infinite"):
+        check_adapter(options(folder))

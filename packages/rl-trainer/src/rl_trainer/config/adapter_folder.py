@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import msgspec
+import numpy as np
 
 from rl_protocol import ConfigError
 from rl_protocol.support.peft_config import HEADS, PICKLED, PICKLED_FILE, VALUE_HEAD, unread_field
@@ -22,8 +23,13 @@ _NAME = re.compile(
 )
 _HEAD_NAME = re.compile(rf"base_model\.model\.(?P<module>{VALUE_HEAD})\.(?P<side>weight|bias)")
 _LONGEST_HEADER = 100_000_000
-_TYPES = ("F32", "F16", "BF16")
-"""Element types that every engine reads."""
+_EXPONENTS: Mapping[str, tuple[type[np.unsignedinteger[Any]], int]] = {
+    "F32": (np.uint32, 0x7F800000),
+    "F16": (np.uint16, 0x7C00),
+    "BF16": (np.uint16, 0x7F80),
+}
+"""Element type that every engine reads -> its bits, and those of the exponent, which are all 1 in
+NaN and infinity."""
 _INDEX_FILE = "adapter_model.safetensors.index.json"
 _SAME = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "use_rslora", "use_dora": "use_dora"}
 """Field of PEFT -> the option that must have its value."""
@@ -53,8 +59,8 @@ def check_adapter(config: LoraConfig, matrices: Mapping[str, Shape] | None = Non
 
     Raises:
         ConfigError: the folder can't be read, holds something else than a LoRA adapter, has a field
-            that changes what the adapter computes and is not supported, or differs from the
-            options or the base model; names the field or the option.
+            that changes what the adapter computes and is not supported, has NaN or infinity, or
+            differs from the options or the base model; names the field or the option.
     """
     folder = Path(config.adapter_path).expanduser()
     fields = _fields(folder, config.adapter_path)
@@ -63,6 +69,7 @@ def check_adapter(config: LoraConfig, matrices: Mapping[str, Shape] | None = Non
     _check_head(found.pop(VALUE_HEAD, {}), matrices, folder / WEIGHTS_FILE)
     _check_named(fields, found, folder)
     _check_modules(config, found, matrices)
+    _check_finite(folder / WEIGHTS_FILE)
 
 
 def adapter_options(path: str, *, value_head: bool = False) -> dict[str, Any]:
@@ -100,22 +107,40 @@ def read_shapes(folder: Path, *, value_head: bool = False) -> dict[str, dict[str
     """
     file = folder / WEIGHTS_FILE
     found: dict[str, dict[str, Shape]] = {}
-    for name, entry in _header(file).items():
+    for name, entry in _header(file)[1].items():
         match = _NAME.fullmatch(name) or (_HEAD_NAME.fullmatch(name) if value_head else None)
         if match is None:
             raise ConfigError(
                 f"LoraConfig.adapter_path: {file} has the tensor {name}; only lora_A, lora_B and lora_magnitude_vector of linear modules are read."
             )
-        if entry.dtype not in _TYPES:
+        if entry.dtype not in _EXPONENTS:
             raise ConfigError(
-                f"LoraConfig.adapter_path: {file}: {name} must be of type {', '.join(_TYPES)}; got {entry.dtype}."
+                f"LoraConfig.adapter_path: {file}: {name} must be of type {', '.join(_EXPONENTS)}; got {entry.dtype}."
             )
         found.setdefault(match["module"], {})[match["side"]] = entry.shape
     return found
 
 
-def _header(file: Path) -> dict[str, _Entry]:
-    """Name of each tensor -> its entry, of a file that is as long as they say."""
+def _check_finite(file: Path) -> None:
+    """Check that no tensor has NaN or infinity, which would make all outputs NaN."""
+    start, header = _header(file)
+    raw = np.memmap(file, np.uint8, "r", start)
+    for name, entry in header.items():
+        bits, exponent = _EXPONENTS[entry.dtype]
+        data = raw[slice(*entry.data_offsets)]
+        if len(data) != math.prod(entry.shape) * np.dtype(bits).itemsize:
+            raise ConfigError(
+                f"LoraConfig.adapter_path: {file}: {name} of {list(entry.shape)} in {entry.dtype} has {len(data)} bytes; copy the file again."
+            )
+        values = data.view(bits)
+        if bool(((values & exponent) == exponent).any()):
+            raise ConfigError(
+                f"LoraConfig.adapter_path: {file}: {name} has values that are NaN or infinite; give an adapter from before its training diverged."
+            )
+
+
+def _header(file: Path) -> tuple[int, dict[str, _Entry]]:
+    """Where tensors begin, and name -> entry of each, of a file that is as long as they say."""
     if (file.parent / _INDEX_FILE).exists() and not file.exists():
         raise ConfigError(
             f"LoraConfig.adapter_path: {file.parent} holds tensors in several files ({_INDEX_FILE}); join them in one {WEIGHTS_FILE}."
@@ -133,7 +158,7 @@ def _header(file: Path) -> dict[str, _Entry]:
         raise ConfigError(
             f"LoraConfig.adapter_path: {file} has {found} bytes, and its header describes {length}; copy it again."
         )
-    return header
+    return 8 + size, header
 
 
 def _fields(folder: Path, given: str) -> dict[str, Any]:
