@@ -7,6 +7,12 @@ from collections.abc import Callable, Iterator
 from rl_protocol.errors import RLError
 from rl_transferqueue.transport.control_server import Caller
 from rl_transferqueue.wire.messages import Answer, Done, UnitRequest
+from rl_transferqueue.wire.spans import Span
+
+
+def no_fetch(block: Span, nbytes: int, fetched: object) -> None:
+    """`RemoteBlocks.fetch` of a plane without units of other hosts."""
+    raise AssertionError(f"{nbytes} bytes of {block} are on this host")
 
 
 class FakeTimer:

@@ -1,7 +1,7 @@
 """The storage units of one of two hosts of a run are killed.
 
-The run uses those of the other host. With a journal all units are on the driver's host: the run is
-resumed, and ends as an undisturbed one.
+The run uses those of the other host; with a journal it loses no row. Without any unit a run with a
+journal is resumed, and ends as an undisturbed one.
 """
 
 from __future__ import annotations
@@ -73,30 +73,31 @@ def test_a_run_goes_on_when_the_units_of_its_second_host_die(tmp_path, base_mode
     assert len(units) == 2
     assert steps_of(folder) == list(range(1, STEPS + 1))
     said = "\n".join(log.read_text() for log in (folder / "logs").rglob("*.log"))
-    assert len(re.findall(r"storage unit \d at 127.0.0.1:\d+ has ended; its data is lost", said)) == len(units)
+    assert len(re.findall(r"storage unit \d at 127.0.0.1:\d+ has ended; rows in it are lost", said)) == len(units)
 
 
 def units_with_journal(mark: str) -> list[int]:
-    """The processes of the storage units of the run with this mark, all on the driver's host."""
+    """The processes of the storage units of the run with this mark, of both hosts."""
     pids = {process.pid for process in marked(mark)}
     (plane,) = [found for found in running_planes().values() if found.controller.process.pid in pids]
     return [unit.process.pid for unit in plane.units]
 
 
-def test_a_run_whose_host_loses_its_units_names_them_and_resumes_from_its_journal(
-    tmp_path, base_model, mark, monkeypatch
-):
-    """It starts again by itself, or with `restart.max_per_hour=0` by the same command."""
+def test_a_run_that_loses_all_units_names_them_and_resumes_from_its_journal(tmp_path, base_model, mark, monkeypatch):
+    """It starts again by itself, or with `restart.max_per_hour=0` by the same command. With the
+    units of the driver's host it goes on."""
     monkeypatch.setenv("RL_HOST", "a")
     options = (*TWO_HOSTS, *JOURNAL, f"model.path={base_model}", f"trainer.total_training_steps={STEPS}")
-    ended = dict[str, tuple[int, str, str]]()
+    ended, killed = dict[str, tuple[int, str, str]](), dict[str, int]()
     with two_nodes("a", "b", num_cpus=2) as address:
 
-        def run(name: str, *more: str, lines: int, kill: bool) -> None:
+        def run(name: str, *more: str, lines: int, kill: bool, only_second: bool = False) -> None:
             one = started(mark, tmp_path / name, *options, f"ray.address={address}", *more, lines=lines)
             try:
-                for unit in units_with_journal(mark) if kill else ():
+                second = [unit.pid for unit in units_of(tmp_path / name / "logs" / "units-1")]
+                for unit in (second if only_second else units_with_journal(mark)) if kill else ():
                     os.kill(unit, signal.SIGKILL)
+                killed[name] = len(second)
                 out, err = one.communicate(timeout=400)
             finally:
                 one.kill()
@@ -104,6 +105,7 @@ def test_a_run_whose_host_loses_its_units_names_them_and_resumes_from_its_journa
             ended[name] = one.returncode, out, err
 
         run("undisturbed", lines=1, kill=False)
+        run("goes-on", "restart.max_per_hour=0", lines=6, kill=True, only_second=True)
         run("restarts", "restart.backoff_s=0.1", lines=6, kill=True)
         run("ends", "restart.max_per_hour=0", lines=6, kill=True)
         code, _, err = ended["ends"]
@@ -113,14 +115,21 @@ def test_a_run_whose_host_loses_its_units_names_them_and_resumes_from_its_journa
     for name, (code, out, err) in ended.items():
         assert code == 0, (name, out, err)
     assert_named(ended["restarts"][1])
+    assert killed["goes-on"] == 2
+    same_weights(tmp_path, "goes-on")
     for name in ("restarts", "ends"):
         out = " ".join(ended[name][1].split())
         assert re.search(
             r"journal: [1-9]\d* rows kept, .* [1-9]\d* prompts with finished responses are used again", out
         )
-        assert steps_of(tmp_path / name) == list(range(1, STEPS + 1))
-        model = Path("checkpoint", "model.safetensors")
-        assert (tmp_path / name / model).read_bytes() == (tmp_path / "undisturbed" / model).read_bytes()
+        same_weights(tmp_path, name)
+
+
+def same_weights(runs: Path, name: str) -> None:
+    """The run took all steps, and ended as the undisturbed one."""
+    assert steps_of(runs / name) == list(range(1, STEPS + 1))
+    model = Path("checkpoint", "model.safetensors")
+    assert (runs / name / model).read_bytes() == (runs / "undisturbed" / model).read_bytes()
 
 
 def assert_named(said: str) -> None:

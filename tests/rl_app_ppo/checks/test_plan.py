@@ -248,11 +248,11 @@ def test_the_plan_of_several_hosts_has_the_storage_units_of_each(folder):
     made = plan.make_plan(load_config(wanted), PluginPolicy())
     assert made.storage_units == {1: 2, 2: 2}
     assert "; storage units: 2 on host 1, 2 on host 2\n" in plan.plan_text(made)
-    kept = plan.make_plan(
-        load_config([*wanted, "transfer_queue.durability=commit", "trainer.save_freq=1"]), PluginPolicy()
-    )
-    assert kept.storage_units == {0: 2}
-    assert "; storage units: 2 on that of the driver\n" in plan.plan_text(kept)
+    kept = ["transfer_queue.durability=commit", "trainer.save_freq=1"]
+    assert plan.make_plan(load_config([*wanted, *kept]), PluginPolicy()).storage_units == {1: 2, 2: 2}
+    of_ray = plan.make_plan(load_config([*wanted, "transfer_queue.backend=ray"]), PluginPolicy())
+    assert of_ray.storage_units == {0: 2}
+    assert "; storage units: 2 on that of the driver\n" in plan.plan_text(of_ray)
 
 
 def test_a_plan_that_needs_more_memory_than_there_is_warns_and_names_the_keys(folder, monkeypatch):

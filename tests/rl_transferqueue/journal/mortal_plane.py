@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import msgspec
+from controller_fakes import no_fetch
 from journal_model import opened
 from lossy_disk import LossyDisk, PowerLossError
 from lossy_files import LossyFiles
@@ -56,7 +57,7 @@ class MortalPlane:
             self._journal.sync()
             self._stack = stack.pop_all()
         restore(recovered, self._ledger)
-        self._rows = DurableRows(self._ledger, self._capacity, self, self._bytes_of, self, self)
+        self._rows = DurableRows(self._ledger, self._capacity, self, self._bytes_of, no_fetch, self, self)
 
     def die(self) -> None:
         """End as if all processes were killed."""

@@ -16,6 +16,7 @@ from rl_protocol.wire import plan
 from rl_transferqueue.controller.durable import row_loads
 from rl_transferqueue.controller.durable.durable_rows import PAYLOAD, DurableRows
 from rl_transferqueue.controller.durable.journal_thread import Done, Found, Read, Wanted
+from rl_transferqueue.controller.durable.remote_blocks import Fetched
 from rl_transferqueue.controller.memory_accounting.capacity import Capacity
 from rl_transferqueue.controller.memory_accounting.occupancy import Occupancy
 from rl_transferqueue.controller.rows.ledger import Ledger
@@ -33,7 +34,7 @@ class World:
     """The collaborators of `DurableRows`, which record what they are told."""
 
     def __init__(self, *, verify: bool = False) -> None:
-        self.ledger, self.capacity = Ledger(), Capacity(2, 4096)
+        self.ledger, self.capacity = Ledger(), Capacity(2, 4096, "here")
         self.memory = {unit: bytearray(4096) for unit in range(2)}
         self.records: list[tuple[Record, Done]] = []
         self.reads: list[tuple[list[int], Callable[[Sequence[PutRecord] | OutputError], None]]] = []
@@ -43,10 +44,15 @@ class World:
         self.puts: list[int] = []
         self.gone_rows: list[int] = []
         self.requests = self.times_short = 0
-        self.rows = DurableRows(self.ledger, self.capacity, self, self.bytes_of, self, self, verify=verify)
+        self.fetches: list[Fetched] = []
+        self.rows = DurableRows(self.ledger, self.capacity, self, self.bytes_of, self.fetch, self, self, verify=verify)
 
     def bytes_of(self, span: Span) -> memoryview:
         return memoryview(self.memory[span.unit])[span.offset : span.offset + span.nbytes]
+
+    def fetch(self, block: Span, nbytes: int, fetched: Fetched) -> None:
+        assert not self.capacity.is_here(block.unit)
+        self.fetches.append(fetched)
 
     # the journal
     def write(self, record: Record, done: Done) -> None:
@@ -101,15 +107,23 @@ class World:
         self.times_short += 1
 
     # requests
-    def put(self, *keys: str, n: int = 0, data: bool = False, expect: tuple[None, ...] | None = None) -> int:
+    def put(
+        self,
+        *keys: str,
+        n: int = 0,
+        data: bool = False,
+        expect: tuple[Mapping[str, int] | None, ...] | None = None,
+        host: str = "here",
+    ) -> int:
         self.requests += 1
         message = Commit("p", keys, (TagColumn("n", (n,) * len(keys)),), expect)
         if data:
             batch = BatchData({"x": dense(np.arange(len(keys)) + n)})
             header = plan(batch)
-            span = self.capacity.reserve(SESSION, header.payload)
+            span = self.capacity.reserve(SESSION, header.payload, host)
             assert span is not None
-            self.bytes_of(span)[:8] = bytes([n] * 8)
+            if self.capacity.is_here(span.unit):
+                self.bytes_of(span)[:8] = bytes([n] * 8)
             message = msgspec.structs.replace(message, block=span, header=msgspec.msgpack.encode(header))
         self.rows.put(Caller(SESSION, self.requests), message)
         return self.requests
@@ -418,15 +432,107 @@ def test_a_load_of_more_bytes_than_the_plane_has_fails_before_anything_is_read()
     assert isinstance(ended[0], BatchError)
     assert "A read of 3 rows of partition 'p'" in str(ended[0])
     assert "needs 9024 bytes of memory for 3 puts" in str(ended[0])
-    assert "the storage units have 8192. Read fewer rows at a time" in str(ended[0])
+    assert "the storage units on the controller's host have 8192. Read fewer rows at a time" in str(ended[0])
     assert (world.read_at_once, world.capacity.used) == ([], 0)
     world.rows.loads.start("p", tuple("ab"), ("x",), ended.append)
     world.reads[1][1](records[:2])
     assert (ended[1], places(world, "a", "b")) == (None, [1, 2])
 
 
+def with_another_host(*, verify: bool = False) -> World:
+    """It has unit 2."""
+    world = World(verify=verify)
+    world.capacity.join(2, "there")
+    return world
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_the_journal_gets_the_bytes_of_a_unit_of_another_host_before_the_put_is_made(verify: bool) -> None:
+    world = with_another_host(verify=verify)
+    put = world.put("a", n=7, data=True, host="there")
+    world.put("b", data=True)
+    assert [it[0].keys for it in world.records if isinstance(it[0], PutRecord)] == [("b",)]
+    world.end()
+    assert world.puts == [put + 1]
+    world.fetches[0](bytearray(b"payload"))
+    record = world.end()
+    assert isinstance(record, PutRecord)
+    assert (record.keys, record.generations, dict(record.columns)) == (("a",), (2,), {PAYLOAD: b"payload"})
+    assert world.puts == [put + 1, put]
+    assert not world.rows.drop_damaged("p", ["a"], ["x"]), "memory of other hosts is not looked at"
+
+
+def test_a_put_whose_bytes_can_not_be_read_from_another_host_fails_and_frees_its_memory() -> None:
+    world = with_another_host()
+    put = world.put("a", data=True, host="there")
+    lost = PlaneLostError("gone")
+    world.fetches[0](lost)
+    assert world.answers == [(put, lost)]
+    assert world.capacity.reserved(SESSION, 2)
+    assert (world.puts, world.keys(), world.records) == ([], (), [])
+    again = world.put("a", data=True, host="there", expect=({"n": 1},))
+    world.fetches[1](bytearray(64))
+    assert isinstance(world.answers[-1][1], ConflictError)
+    assert world.answers[-1][0] == again
+
+
+def test_rows_of_the_journal_are_read_into_units_of_this_host_alone() -> None:
+    """The unit of the other host is empty, and a row there, which was used before, stays."""
+    world = with_another_host()
+    world.put("there", data=True, host="there")
+    world.fetches[0](bytearray(b"there"))
+    world.end()
+    world.put("old", data=True)
+    world.end()
+    world.put("a", n=7, data=True)
+    record = recorded(world)
+    world.ledger.unload("p", ["a"])
+    for ref in world.ledger.blocks.take_released():
+        world.capacity.give(ref.span)
+    for unit in range(2):
+        assert world.capacity.take(unit, 4096 - 64 * (unit == world.ledger.blocks.blocks[2].ref.span.unit))
+    ended: list[RLError | None] = []
+    world.rows.loads.start("p", ("a",), ("x",), ended.append)
+    world.reads[0][1]((record,))
+    assert (ended, places(world, "a")) == ([None], [7])
+    assert in_memory(world, "there", "old", "a") == {"there", "a"}
+
+
+def test_without_units_on_this_host_a_load_fails() -> None:
+    world = with_another_host()
+    world.put("a", data=True)
+    record = recorded(world)
+    world.ledger.unload("p", ["a"])
+    for unit in range(2):
+        world.capacity.lose(unit)
+    ended: list[RLError | None] = []
+    world.rows.loads.start("p", ("a",), ("x",), ended.append)
+    world.reads[0][1]((record,))
+    assert isinstance(ended[0], PlaneLostError)
+
+
+def test_rows_of_a_unit_that_has_ended_are_on_the_disk_alone() -> None:
+    """Also those that a reader holds; no other row is touched."""
+    world = World()
+    for key in "abcd":
+        world.put(key, n=7, data=True)
+        recorded(world)
+    world.ledger.locate(SESSION, 1, "p", ("a",), ("x",))
+    gone = world.ledger.blocks.blocks[1].ref.span.unit
+    there = {
+        key for key in "abcd" if world.ledger.locate(SESSION, ord(key), "p", (key,), ("x",)).blocks[0].span.unit == gone
+    }
+    world.capacity.lose(gone)
+    assert world.ledger.lose_unit(gone) == []
+    assert in_memory(world, *"abcd") == set("abcd") - there
+    assert "a" in there
+    assert len(there) == 2
+    assert world.ledger.contents().lost == {}
+    assert world.keys() == ("a", "b", "c", "d")
+
+
 def room_for(world: World, nbytes: int) -> Span | None:
-    return world.rows.loads.make_room(lambda: world.capacity.take_any(nbytes))
+    return world.rows.loads.make_room(lambda: world.capacity.take_here(nbytes))
 
 
 def in_memory(world: World, *keys: str) -> set[str]:

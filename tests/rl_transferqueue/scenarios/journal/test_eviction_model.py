@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
+from controller_fakes import no_fetch
 from journal_model import opened
 from lossy_disk import LossyDisk
 from lossy_files import LossyFiles
@@ -51,7 +52,7 @@ class World:
         self.memory = bytearray(ALL)
         self.steps: deque[Callable[[], Callable[[], None]]] = deque()
         self.callbacks: deque[Callable[[], None]] = deque()
-        self.plane = DurableRows(self.ledger, self.capacity, self, self.bytes_of, self, self)
+        self.plane = DurableRows(self.ledger, self.capacity, self, self.bytes_of, no_fetch, self, self)
         self.rows: dict[str, dict[str, int]] = {}
         self.pending: dict[int, Callable[[], None]] = {}
         self.leases: dict[int, tuple[Located, tuple[str, ...], dict[str, list[int]]]] = {}
@@ -174,7 +175,7 @@ class World:
 
     def squeeze(self) -> None:
         """Somebody else needs much memory for a moment."""
-        span = self.plane.loads.make_room(lambda: self.capacity.take_any(self.rng.randint(ALL // 8, ALL)))
+        span = self.plane.loads.make_room(lambda: self.capacity.take_here(self.rng.randint(ALL // 8, ALL)))
         if span is not None:
             self.capacity.give(span)
             self.freed()

@@ -91,10 +91,12 @@ def test_a_successor_serves_with_the_units_that_are_left(tmp_path: Path, far: bo
                 await client.put("p", [f"k{i}"], numbers(i))
             os.kill(plane.pids[1], signal.SIGKILL)
 
-            async def is_lost() -> bool:
-                return bool((await client.stats()).lost)
+            async def one_is_left() -> bool:
+                return (await client.stats()).bytes_capacity == plane.settings.unit_bytes
 
-            await until_async(is_lost, "the unit is lost")
+            await until_async(one_is_left, "the unit is lost")
+            rows = await client.list_rows("p")
+            assert (await client.get(rows, ["x"])).dense("x").values.tolist() == [0, 1, 2, 3]
             await restart(plane)
             rows = await client.put("p", ["k4"], numbers(4))
             assert (await client.get(rows)).dense("x").values.tolist() == [4]

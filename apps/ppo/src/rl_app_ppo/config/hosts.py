@@ -95,9 +95,9 @@ def ranks_together(group: WorkerGroup, config: AppConfig) -> int:
 
 
 def units_join(settings: TransferQueueConfig) -> bool:
-    """Whether hosts of a run have units of their own: a journal is on the disk of the driver's
-    host, and reads memory there; other backends store rows in their own way."""
-    return settings.durability == "off" and settings.backend == "simple"
+    """Whether hosts of a run have units of their own; other backends store rows in their own
+    way."""
+    return settings.backend == "simple"
 
 
 def match_nodes(bundles: Sequence[HostBundle], nodes: Sequence[NodeResources]) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from mmap import mmap
 from pathlib import Path
 
-from rl_protocol.errors import BatchError, WireError
+from rl_protocol.errors import BatchError, PlaneLostError, PlaneTimeout, WireError
 from rl_protocol.support.host_identity import this_host
 from rl_transferqueue.controller.block_cleanup import BlockCleanup
 from rl_transferqueue.controller.controller_spec import ControllerSpec
@@ -16,6 +17,7 @@ from rl_transferqueue.controller.durable.consumed_rows import ConsumedRows
 from rl_transferqueue.controller.durable.durable_rows import DurableRows
 from rl_transferqueue.controller.durable.journal_thread import JournalThread
 from rl_transferqueue.controller.durable.recovery import restore
+from rl_transferqueue.controller.durable.remote_blocks import Fetched, RemoteBlocks
 from rl_transferqueue.controller.memory_accounting.capacity import Capacity
 from rl_transferqueue.controller.memory_requests import MemoryRequests
 from rl_transferqueue.controller.row_requests import RowRequests
@@ -31,7 +33,7 @@ from rl_transferqueue.transport.bulk_server import BulkServer
 from rl_transferqueue.transport.control_server import Caller, Handler, Server
 from rl_transferqueue.transport.event_loop import Reactor
 from rl_transferqueue.transport.plane_secret import PlaneKey
-from rl_transferqueue.wire.descriptor import PlaneDescriptor
+from rl_transferqueue.wire.descriptor import PlaneDescriptor, UnitAddress
 from rl_transferqueue.wire.messages import (
     Answer,
     ArenaMemory,
@@ -46,6 +48,8 @@ from rl_transferqueue.wire.messages import (
     Stats,
 )
 from rl_transferqueue.wire.spans import ALIGN, Span
+
+log = logging.getLogger(__name__)
 
 
 class Controller:
@@ -63,6 +67,7 @@ class Controller:
         self._spec = spec
         self._most_units = spec.hosts * len(spec.units)
         self._key: PlaneKey | None = None
+        self._remote: RemoteBlocks | None = None
         self._epochs = SharedEpochs(self._most_units * spec.unit_bytes // ALIGN + 1)
         self._ledger = Ledger(self._epochs, spec.incarnation)
         self._capacity = Capacity(len(spec.units), spec.unit_bytes, this_host())
@@ -115,15 +120,19 @@ class Controller:
 
     @property
     def arenas(self) -> tuple[int, ...]:
-        """With a journal: file descriptor of the arena of each unit, in the unit's process; -1: the
-        unit has ended."""
-        units = range(len(self._spec.units) if self._journal is not None else 0)
+        """With a journal: file descriptor of the arena of each unit that had joined when this
+        controller started, in the unit's process; -1: the unit has ended."""
+        started = len(self._spec.units) + len(self._spec.joined)
+        units = range(started if self._journal is not None else 0)
         return tuple(self._arena_fds.get(unit, -1) for unit in units)
 
     def listen(self, host: str, key: PlaneKey, port: int = 0, bulk_port: int = 0) -> Endpoints:
         """Also serve clients of other hosts: control messages at `port`, bytes at `bulk_port`; 0:
         at free ports."""
         self._key = key
+        if self._journal is not None:
+            self._remote = RemoteBlocks(self.reactor, key, self._spec.incarnation)
+        self._join_again(key)
         bulk = self._session_requests.bulk = BulkServer(self.reactor, host, key, port=bulk_port)
         return Endpoints(self.server.listen(host, key, port), endpoint(host, bulk.port))
 
@@ -140,6 +149,8 @@ class Controller:
 
     def close(self) -> None:
         """Write what the journal has not written, and close all sockets and descriptors."""
+        if self._remote is not None:
+            self._remote.close()
         if self._journal is not None:
             self._journal.close()
         if self._session_requests.absent is not None:
@@ -153,13 +164,14 @@ class Controller:
         self._sessions.close()
 
     def _map_units(self, journal: JournalThread, callback: Callable[[], None]) -> None:
-        """Map the arenas, which the journal reads and fills, and restore its rows."""
+        """Map the arenas of this host, which the journal reads and fills, and restore its rows."""
         missing = set(self._units)
 
         def described(unit: int, answer: Answer) -> None:
             assert isinstance(answer, ArenaMemory)
             self._arena_fds[unit] = answer.fd
-            self._arenas[unit] = map_memory(answer.process, answer.fd, answer.nbytes, writable=True)
+            if self._capacity.is_here(unit):
+                self._arenas[unit] = map_memory(answer.process, answer.fd, answer.nbytes, writable=True)
             missing.discard(unit)
             if not missing:
                 self._restore(journal.recovered)
@@ -169,6 +181,7 @@ class Controller:
                     self._capacity,
                     journal,
                     self._bytes_of,
+                    self._fetch,
                     self.server,
                     self._rows,
                     verify=self._spec.verify,
@@ -197,6 +210,10 @@ class Controller:
     def _bytes_of(self, span: Span) -> memoryview:
         return memoryview(self._arenas[span.unit])[span.offset : span.offset + span.nbytes]
 
+    def _fetch(self, block: Span, nbytes: int, fetched: Fetched) -> None:
+        assert self._remote is not None
+        self._remote.fetch(block, nbytes, fetched)
+
     def _received(self, session: bytes, requests: Sequence[int]) -> None:
         self._session_requests.received(session, requests)
 
@@ -207,28 +224,52 @@ class Controller:
         self._session_requests.died(session)
 
     def _lose_unit(self, unit: int) -> None:
-        """The other units continue; rows in this one are listed as lost."""
+        """The other units continue; rows in this one are read from the journal, or listed as lost
+        without one."""
         self._memory.lose_unit(unit)
+        if self._remote is not None:
+            self._remote.lose(unit)
         self._rows.serve(self._ledger.lose_unit(unit))
         self._cleanup.run()
+        self._memory.serve()
 
     def _join(self, _: Caller, message: JoinUnits) -> Done:
         """Connect to units of another host; waits for their part of the handshake."""
         key, unit_bytes = self._key, self._capacity.capacity
-        if key is None or self._journal is not None:
-            raise BatchError(
-                "Units of other hosts join a plane that listens (TransferQueueConfig.listen) and has no journal."
-            )
+        if key is None:
+            raise BatchError("Units of other hosts join a plane that listens (TransferQueueConfig.listen).")
         for unit in message.units:
             if self._joined == self._most_units or unit.arena_bytes != unit_bytes:
                 raise BatchError(
                     f"A plane takes {self._most_units} storage units of {unit_bytes} bytes; got another one, of {unit.arena_bytes} bytes."
                 )
             self._units.join(self._joined, unit, key)
-            self._capacity.join(self._joined, unit.host)
-            self._joined += 1
+            self._add_joined(unit)
         self._memory.serve()
         return Done()
+
+    def _add_joined(self, unit: UnitAddress) -> None:
+        self._capacity.join(self._joined, unit.host)
+        if self._remote is not None:
+            self._remote.add(self._joined, unit)
+        self._joined += 1
+
+    def _join_again(self, key: PlaneKey) -> None:
+        """Connect to the units that had joined the controller before; those that can't be reached
+        have ended for this one."""
+        silent = set[str]()
+        for unit in self._spec.joined:
+            number = self._joined
+            self._add_joined(unit)
+            try:
+                if unit.host in silent:  # the wait for one unit of a host that is lost is enough
+                    raise PlaneLostError(f"The host of storage unit {number} does not answer.")
+                self._units.join(number, unit, key)
+            except (PlaneLostError, PlaneTimeout) as error:
+                log.warning("%s", error)
+                if isinstance(error, PlaneTimeout):
+                    silent.add(unit.host)
+                self._lose_unit(number)
 
     def _find(self, *_: object) -> FoundController:
         if not self._spec.descriptor:

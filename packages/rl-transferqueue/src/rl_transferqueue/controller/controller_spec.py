@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from rl_transferqueue.wire.descriptor import UnitAddress
+
 
 class ControllerSpec(msgspec.Struct, frozen=True, tag=True):
     """Serve the controller."""
@@ -44,3 +46,5 @@ class ControllerSpec(msgspec.Struct, frozen=True, tag=True):
     """
     successor_s: float = 0.0
     """Seconds that clients have to come back to a successor."""
+    joined: tuple[UnitAddress, ...] = ()
+    """Of a successor: the units of other hosts that have joined; some may have ended."""

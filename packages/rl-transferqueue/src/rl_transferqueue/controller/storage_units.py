@@ -105,7 +105,11 @@ class StorageUnits:
             callback()
 
     def _lose(self, unit: int) -> None:
-        log.error("storage unit %d at %s has ended; its data is lost", unit, self._places.pop(unit))
+        log.error(
+            "storage unit %d at %s has ended; rows in it are lost unless a journal has them",
+            unit,
+            self._places.pop(unit),
+        )
         self._links.pop(unit).close()
         host = self._hosts.pop(unit)
         self._on_lost(unit)

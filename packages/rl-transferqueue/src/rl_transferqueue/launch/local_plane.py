@@ -88,8 +88,8 @@ class LocalPlane:
         that are connected don't know them.
 
         Raises:
-            BatchError: the plane has a journal or does not listen, or there are more units than it
-                was started for, or of another size.
+            BatchError: the plane does not listen, or there are more units than it was started for,
+                or of another size.
             DataPlaneError: a unit can't be reached, or has another key.
         """
 
@@ -150,12 +150,14 @@ class LocalPlane:
         assert isinstance(self._servers, list)
         ended = [child.process.poll() is not None for child in self._servers[1:]]
         units = tuple("" if gone else address for address, gone in zip(spec.units, ended, strict=True))
+        joined = self._descriptor.units[len(units) :]
         address = socket_path(self._runtime_dir, f"c{self._incarnation}")
         ports = _ports(self._descriptor.controller)
         return msgspec.structs.replace(
             spec,
             address=address,
             units=units,
+            joined=joined,
             incarnation=self._incarnation,
             port=ports.control,
             bulk_port=ports.bulk,

@@ -20,7 +20,8 @@
 * Each request names the incarnation of the controller that gave the places in it. A storage unit
   has a new arena for each controller: it MUST answer `Refused` to a request that names another one
   than that of its arena, and neither read nor write for it.
-* The payload of `Sending` is one batch in wire format (`rl_protocol.wire`) per requested piece.
+* The payload of `Sending` is one batch in wire format (`rl_protocol.wire`) per requested piece, or
+  the bytes of the arena that `ReadBlock` asks for.
 """
 
 from __future__ import annotations
@@ -87,6 +88,15 @@ class ReadRows(_Message, frozen=True):
     """Of the controller that has located the pieces."""
 
 
+class ReadBlock(_Message, frozen=True):
+    """The bytes of the arena from `offset` on, for the journal of a controller."""
+
+    offset: Count
+    nbytes: Count
+    incarnation: Count = 1
+    """Of that controller."""
+
+
 class Written(_Message, frozen=True):
     pass
 
@@ -99,13 +109,13 @@ class Refused(_Message, frozen=True):
 
 
 class Sending(_Message, frozen=True):
-    """One batch per piece follows."""
+    """One batch per piece follows, or the bytes of a `ReadBlock`."""
 
     sizes: tuple[Annotated[int, msgspec.Meta(ge=0, le=1 << 50)], ...]
     """Bytes of each."""
 
 
-BulkRequest: TypeAlias = WriteBlock | ReadRows
+BulkRequest: TypeAlias = WriteBlock | ReadRows | ReadBlock
 BulkAnswer: TypeAlias = Written | Sending | Refused | Failure
 _encoder = msgspec.msgpack.Encoder()
 

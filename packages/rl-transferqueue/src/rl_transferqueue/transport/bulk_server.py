@@ -31,6 +31,7 @@ from rl_transferqueue.transport.bulk_protocol import (
     SESSION_BYTES,
     BulkRequest,
     Outgoing,
+    ReadBlock,
     ReadRows,
     Refused,
     Sending,
@@ -308,15 +309,23 @@ class BulkServer:
             nbytes -= len(part)
             yield part
 
-    def _answer(self, request: ReadRows) -> list[bytes | memoryview]:
+    def _answer(self, request: ReadRows | ReadBlock) -> list[bytes | memoryview]:
         if request.incarnation != self._incarnation:
             return [frame(Refused(self._incarnation))]
+        if isinstance(request, ReadBlock):
+            return self._send_block(request)
         try:
             batches = [encode(self._read(piece, request.headers)) for piece in request.pieces]
         except RLError as error:
             return [frame(failure(error))]
         sizes = tuple(sum(len(part) for part in parts) for parts in batches)
         return [frame(Sending(sizes)), *(part for parts in batches for part in parts)]
+
+    def _send_block(self, request: ReadBlock) -> list[bytes | memoryview]:
+        arena, stop = self._arena, request.offset + request.nbytes
+        if arena is None or stop > len(arena):
+            return [frame(failure(WireError(f"There are no bytes {request.offset} to {stop} here.")))]
+        return [frame(Sending((request.nbytes,))), arena[request.offset : stop]]
 
     def _read(self, piece: WantedPiece, headers: tuple[bytes, ...]) -> BatchData:
         if self._arena is None or piece.header >= len(headers):

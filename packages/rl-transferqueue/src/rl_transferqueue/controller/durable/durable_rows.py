@@ -14,12 +14,13 @@ import xxhash
 from rl_protocol.errors import OutputError, PlaneLostError, RLError
 from rl_protocol.support.fault_points import FaultPoint, reach
 from rl_transferqueue.controller.durable.journal_thread import Done, Found, Read, Wanted
+from rl_transferqueue.controller.durable.remote_blocks import Fetched
 from rl_transferqueue.controller.durable.row_loads import PAYLOAD, RowLoads
 from rl_transferqueue.controller.memory_accounting.capacity import Capacity
 from rl_transferqueue.controller.memory_requests import Replies
 from rl_transferqueue.controller.rows.ledger import Ledger
 from rl_transferqueue.controller.rows.waiters import Served
-from rl_transferqueue.journal.records import ClearRecord, Origin, PutRecord, Record
+from rl_transferqueue.journal.records import Block, ClearRecord, Origin, PutRecord, Record
 from rl_transferqueue.transport.control_server import Caller
 from rl_transferqueue.wire.arrays import Ints
 from rl_transferqueue.wire.header_cache import unpack_header
@@ -95,7 +96,8 @@ class DurableRows:
     Args:
         ledger, capacity: of the plane.
         journal: takes the records.
-        memory: bytes of a span.
+        memory: bytes of a span of a unit on the controller's host.
+        fetch: `RemoteBlocks.fetch`, for the units of other hosts.
         replies: where errors and answers of clears go.
         outcomes: what follows.
         verify: compare blocks with the digests of their puts; see `drop_damaged`.
@@ -110,6 +112,7 @@ class DurableRows:
     capacity: Capacity
     journal: RecordStore
     memory: Callable[[Span], memoryview]
+    fetch: Callable[[Span, int, Fetched], None]
     replies: Replies
     outcomes: Outcomes
     verify: bool = False
@@ -130,21 +133,41 @@ class DurableRows:
     def put(self, caller: Caller, message: Commit) -> None:
         """Write a put, whose block the session has reserved.
 
+        The bytes of a block of another host are read first: rows get their generations in the order
+        in which the journal has them.
+
         Raises:
             RLError: as `Ledger.commit` and `Capacity.check`; nothing was changed.
         """
-        if message.block is not None:
-            self.capacity.check(caller.session, message.block)
-            self.capacity.pin(caller.session, message.block)
-        self._begin(_Change(caller, message.partition, message.keys, lambda: self._write(caller, message)))
+        block = message.block
+        if block is None:
+            self._begin_put(caller, message, None)
+            return
+        self.capacity.check(caller.session, block)
+        self.capacity.pin(caller.session, block)
+        if self.capacity.is_here(block.unit):
+            self._begin_put(caller, message, self._payload(block, message.header))
+            return
+
+        def fetched(payload: bytearray | RLError) -> None:
+            try:
+                if isinstance(payload, RLError):
+                    self._unpin(caller, message, made=False)
+                    raise payload
+                self._begin_put(caller, message, payload)
+            except RLError as error:
+                self.outcomes.failed(caller, error)
+
+        self.fetch(block, unpack_header(message.header).payload, fetched)
 
     def clear(self, caller: Caller, message: Clear) -> None:
         """Clear rows."""
         self._begin(_Change(caller, message.partition, message.keys, lambda: self._clear(caller, message)))
 
     def drop_damaged(self, partition: str, keys: Sequence[str], fields: Sequence[str]) -> bool:
-        """Compare the blocks with these columns with the digests of their puts. The rows of those
-        that differ leave memory, and come back from the journal; returns whether there are any."""
+        """Compare the blocks with these columns on this host with the digests of their puts. The
+        rows of those that differ leave memory, and come back from the journal; returns whether
+        there are any."""
         found = False
         for block in self.ledger.blocks_of(partition, keys, fields) if self.verify else ():
             if block.digest and self._digest(self._payload(block.ref.span, block.header)) != block.digest:
@@ -161,7 +184,7 @@ class DurableRows:
     def _payload(self, block: Span, header: bytes) -> memoryview:
         return self.memory(block)[: unpack_header(header).payload]
 
-    def _digest(self, payload: memoryview | bytes) -> bytes:
+    def _digest(self, payload: Block) -> bytes:
         """Of the payload of a block; empty: blocks are not verified."""
         return xxhash.xxh3_128_digest(payload) if self.verify else b""
 
@@ -177,7 +200,10 @@ class DurableRows:
             return True
         return busy is not None and (change.keys is None or not busy.isdisjoint(change.keys))
 
-    def _write(self, caller: Caller, message: Commit) -> None:
+    def _begin_put(self, caller: Caller, message: Commit, payload: Block | None) -> None:
+        self._begin(_Change(caller, message.partition, message.keys, lambda: self._write(caller, message, payload)))
+
+    def _write(self, caller: Caller, message: Commit, payload: Block | None) -> None:
         ledger, block = self.ledger, message.block
         try:
             first = ledger.prepare(message.partition, message.keys, message.tags, block, message.header, message.expect)
@@ -185,17 +211,15 @@ class DurableRows:
             self._unpin(caller, message, made=False)
             raise
         generations = ledger.generations(message.partition, message.keys, first)
-        columns, digest = dict[str, memoryview](), b""
-        if block is not None:
-            columns[PAYLOAD] = self._payload(block, message.header)
-            digest = self._digest(columns[PAYLOAD])
+        here = block is not None and self.capacity.is_here(block.unit)
+        digest = self._digest(payload) if payload is not None and here else b""
         record = PutRecord(
             partition=message.partition,
             keys=message.keys,
             generations=tuple(generations.tolist()),
-            header=message.header if block is not None else b"",
+            header=message.header if payload is not None else b"",
             tags=msgspec.msgpack.encode(message.tags),
-            columns=columns,
+            columns={PAYLOAD: payload} if payload is not None else {},
             origin=Origin(*caller) if self.keep_origins else None,
         )
         self._busy.setdefault(message.partition, set()).update(message.keys)
@@ -224,7 +248,7 @@ class DurableRows:
             applied, served = self.ledger.apply(
                 message.partition, message.keys, message.tags, block, message.header, first, digest
             )
-            if block is not None:
+            if block is not None and self.capacity.is_here(block.unit):
                 reach(FaultPoint.ROWS_IN_MEMORY, self._payload(block, message.header)[:1])
             self.outcomes.committed(caller, message, applied, served)
         busy = self._busy[message.partition]

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from rl_protocol.errors import OutputError, RLError
 from rl_protocol.support.fault_points import FaultPoint, reach
+from rl_transferqueue.controller.durable.reactor_calls import ReactorCalls
 from rl_transferqueue.journal.disk_journal import open_journal
 from rl_transferqueue.journal.records import Block, FoundPut, Journal, PutRecord, Record, Recovered
 from rl_transferqueue.transport.event_loop import Reactor
@@ -56,23 +55,20 @@ class JournalThread:
     """
 
     def __init__(self, reactor: Reactor, folder: Path, *, each: bool, successor: bool = False) -> None:
-        self._reactor = reactor
         self._folder = folder
         self._each = each
         self._successor = successor
         self._queue: queue.SimpleQueue[_Entry | _Query | None] = queue.SimpleQueue()
-        self._ended: deque[Callable[[], None]] = deque()
-        self._wake_read, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._calls = ReactorCalls(reactor)
         opened: queue.SimpleQueue[Recovered | RLError] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, args=(opened,), name="journal", daemon=True)
         self._thread.start()
         found = opened.get()
         if isinstance(found, RLError):
-            self._close_pipe()
+            self._calls.close()
             raise found
         self.recovered = found
         """What the journal held."""
-        reactor.watch(self._wake_read, self._call_back)
 
     def write(self, record: Record, done: Done) -> None:
         """Call `done` with None once the record is durable, or with the error that prevented it."""
@@ -93,23 +89,13 @@ class JournalThread:
         if self._thread.is_alive():
             log.error("the journal in %s has not ended its last write within %g s", self._folder, _JOIN_S)
             return
-        self._reactor.unwatch(self._wake_read)
-        self._close_pipe()
+        self._calls.close()
 
     def _ask(self, question: Callable[[Journal], T], done: Callable[[T | OutputError], None]) -> None:
         def answer(journal: Journal) -> Callable[[], None]:
             return partial(done, _answer(journal, question))
 
         self._queue.put(_Query(answer))
-
-    def _close_pipe(self) -> None:
-        os.close(self._wake_read)
-        os.close(self._wake)
-
-    def _call_back(self) -> None:
-        os.read(self._wake_read, 1 << 16)
-        while self._ended:
-            self._ended.popleft()()
 
     # -- in the thread
     def _run(self, opened: queue.SimpleQueue[Recovered | RLError]) -> None:
@@ -124,15 +110,11 @@ class JournalThread:
         while batch := self._next():
             entries = [it for it in batch if isinstance(it, _Entry)]
             for part in [[entry] for entry in entries] if self._each else [entries] if entries else []:
-                self._end(partial(entry.done, error) for entry, error in _commit(journal, part))
+                self._calls.post(partial(entry.done, error) for entry, error in _commit(journal, part))
             for query in (it for it in batch if isinstance(it, _Query)):
-                self._end([query.answer(journal)])
+                self._calls.post([query.answer(journal)])
             if entries and self._queue.empty():
                 _compact(journal)
-
-    def _end(self, calls: Iterable[Callable[[], None]]) -> None:
-        self._ended.extend(calls)
-        os.write(self._wake, b"\0")
 
     def _next(self) -> list[_Entry | _Query]:
         """Wait for records and queries, and return all there are; none: the thread ends."""

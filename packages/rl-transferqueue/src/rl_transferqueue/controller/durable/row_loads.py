@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -107,7 +106,14 @@ class RowLoads:
         """Load what waits for memory; call it when memory became free or idle."""
         while self._waiting:
             load = self._waiting[0]
-            if load.puts is None or load.reading or not self._load(load, load.puts):
+            if load.puts is None or load.reading:
+                return
+            try:
+                loaded = self._load(load, load.puts)
+            except RLError as error:
+                self._waiting.popleft().done(error)
+                continue
+            if not loaded:
                 return
             away = self._away(load)
             if not np.isin(away, load.asked).all() or not self.ledger.unchanged(load.partition, away, load.since):
@@ -115,9 +121,16 @@ class RowLoads:
                 return
             self._waiting.popleft().done(None)
 
-    def make_room(self, take: Callable[[], Span | None]) -> Span | None:
+    def make_room(
+        self, take: Callable[[], Span | None], in_units: Callable[[int], bool] = lambda _: True
+    ) -> Span | None:
         """Evict blocks, those used longest ago first, until `take` returns a span; returns it.
-        None: the other blocks are held by leases, or by the first load that waits."""
+        None: the other blocks are held by leases, or by the first load that waits.
+
+        Args:
+            take: returns memory, if there is enough.
+            in_units: whether blocks of a unit can make room for it.
+        """
         span = take()
         if span is not None:
             return span
@@ -125,7 +138,7 @@ class RowLoads:
         blocks = self.ledger.blocks
         kept = {it.ref.slot for it in self.ledger.blocks_of(first.partition, first.keys, first.fields)} if first else ()
         blocks.retry_compactions()
-        while span is None and (block := blocks.longest_idle(kept)) is not None:
+        while span is None and (block := blocks.longest_idle(kept, in_units)) is not None:
             self.ledger.unload_block(block)
             self.evicted += 1
             for ref in blocks.take_released():
@@ -176,18 +189,18 @@ class RowLoads:
         self.find(away.tolist(), wanted, found)
 
     def _check_size(self, load: RowLoad, puts: Sequence[FoundPut]) -> None:
-        """Raise BatchError if the units could never hold the puts."""
+        """Raise an error if the units of this host could never hold the puts."""
         for it in puts:
-            self.capacity.check_size(it.nbytes)
-        total = self.capacity.total
+            self.capacity.check_here(it.nbytes)
+        total = self.capacity.here
         if sum(rounded(it.nbytes) for it in puts) <= total:
             return
         sizes = self._sizes(load, puts)
         if sum(sizes) > total:
             raise BatchError(
                 f"A read of {len(load.keys)} rows of partition {load.partition!r}, of which the disk alone has some, needs {sum(sizes)} bytes of "
-                f"memory for {len(sizes)} puts (rows and columns that were put together are read together), and the storage units have {total}. "
-                "Read fewer rows at a time, put fewer rows together, or raise TransferQueueConfig.capacity_mb."
+                f"memory for {len(sizes)} puts (rows and columns that were put together are read together), and the storage units on the "
+                f"controller's host have {total}. Read fewer rows at a time, put fewer rows together, or raise TransferQueueConfig.capacity_mb."
             )
 
     def _fail(self, load: RowLoad, error: RLError) -> None:
@@ -204,7 +217,11 @@ class RowLoads:
 
     def _load(self, load: RowLoad, puts: list[FoundPut]) -> bool:
         """Load puts, and remove them from the list; returns whether all are loaded. Otherwise the
-        load waits for payloads or for memory."""
+        load waits for payloads or for memory.
+
+        Raises:
+            BatchError, PlaneLostError: there can't be room.
+        """
         while puts:
             number = puts[-1].number
             if self._wants(load, puts[-1]):
@@ -219,15 +236,22 @@ class RowLoads:
         return True
 
     def _place(self, load: RowLoad, found: FoundPut, payload: Block) -> bool:
-        """Copy a payload into memory; returns whether there was room."""
-        block = self.make_room(partial(self.capacity.take_any, len(payload)))
+        """Copy a payload into memory that this process can fill: of a unit on its host; returns
+        whether there was room.
+
+        Raises:
+            BatchError, PlaneLostError: no free memory would help.
+        """
+        nbytes = len(payload)
+        self.capacity.check_here(nbytes)
+        block = self.make_room(lambda: self.capacity.take_here(nbytes), self.capacity.is_here)
         if block is None:
             if not load.short:
                 load.short = True
                 self.on_short()
             return False
-        self.memory(block)[: len(payload)] = payload
-        self.ledger.load(found, block, load.since, self.digest(self.memory(block)[: len(payload)]))
+        self.memory(block)[:nbytes] = payload
+        self.ledger.load(found, block, load.since, self.digest(self.memory(block)[:nbytes]))
         return True
 
     def _read(self, load: RowLoad, puts: Sequence[FoundPut]) -> None:

@@ -81,6 +81,11 @@ class Capacity:
         return self.capacity * len(self._free)
 
     @property
+    def here(self) -> int:
+        """Bytes of the running units on the controller's host."""
+        return self.capacity * sum(map(self.is_here, self._free))
+
+    @property
     def running(self) -> tuple[int, ...]:
         """Units that run."""
         return tuple(self._free)
@@ -93,6 +98,10 @@ class Capacity:
     def runs(self, unit: int) -> bool:
         """Whether the unit has not ended."""
         return unit in self._free
+
+    def is_here(self, unit: int) -> bool:
+        """Whether a unit runs, or has run, on the controller's host."""
+        return self._hosts[unit] == self.host
 
     def high_water(self, unit: int) -> int:
         """End of the highest range ever taken."""
@@ -125,6 +134,19 @@ class Capacity:
             raise BatchError(
                 f"A block of {nbytes} bytes can never fit a storage unit of {self.capacity} bytes: put fewer rows at a "
                 "time, or raise TransferQueueConfig.capacity_mb or lower TransferQueueConfig.num_storage_units."
+            )
+
+    def check_here(self, nbytes: int) -> None:
+        """Raise an error if `take_here` can never return such a range.
+
+        Raises:
+            BatchError: no unit could ever hold it.
+            PlaneLostError: no unit runs there.
+        """
+        self.check_size(nbytes)
+        if not any(map(self.is_here, self._free)):
+            raise PlaneLostError(
+                "All storage units on the host of the controller have ended: rows that the journal alone has can't be read."
             )
 
     def spare(self, session: bytes, nbytes: int, host: str = "") -> Span | None:
@@ -178,10 +200,11 @@ class Capacity:
         start = self._free[unit].take(nbytes)
         return None if start is None else Span(unit, start, rounded(nbytes))
 
-    def take_any(self, nbytes: int) -> Span | None:
-        """A range as that of `take`, of the unit that has the most free memory."""
-        spans = (self.take(unit, nbytes) for unit in sorted(self._free, key=lambda it: self._free[it].used))
-        return next((span for span in spans if span is not None), None)
+    def take_here(self, nbytes: int) -> Span | None:
+        """A range as that of `take`, of the unit on the controller's host that has the most free
+        memory."""
+        units = sorted(filter(self.is_here, self._free), key=lambda it: self._free[it].used)
+        return next((span for unit in units if (span := self.take(unit, nbytes)) is not None), None)
 
     def give(self, span: Span) -> None:
         """Free a committed block or a range of `take`; ignored if its unit has ended."""

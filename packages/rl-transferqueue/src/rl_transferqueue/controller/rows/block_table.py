@@ -8,7 +8,7 @@ one.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -164,10 +164,11 @@ class BlockTable:
         blocks = {session: [self.blocks[slot] for slot in sorted(slots)] for session, slots in held.items()}
         return {session: rows for session, its in blocks.items() if (rows := [it for it in its if it.cells])}
 
-    def longest_idle(self, kept: Container[int]) -> Block | None:
+    def longest_idle(self, kept: Container[int], in_units: Callable[[int], bool]) -> Block | None:
         """The block, not in the slots `kept`, that was used longest ago, of those that would be
-        released without their rows; None: there is none."""
-        return next((it for slot, it in self._idle.items() if slot not in kept and not it.compacting), None)
+        released without their rows and lie in such a unit; None: there is none."""
+        idle = (it for slot, it in self._idle.items() if slot not in kept and not it.compacting)
+        return next((it for it in idle if in_units(it.ref.span.unit)), None)
 
     def read_only_by_leases(self) -> dict[bytes, int]:
         """session -> bytes of blocks without rows that it holds; counted for each session that

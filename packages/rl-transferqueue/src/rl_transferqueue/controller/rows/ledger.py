@@ -297,7 +297,10 @@ class Ledger:
         return int(slots.size), served
 
     def lose_unit(self, unit: int) -> Served:
-        """A storage unit has ended with all columns in it."""
+        """A storage unit has ended with all columns in it. If blocks can be unloaded, the journal
+        has these, and no row has lost one."""
+        for block in [it for it in self.blocks.blocks.values() if it.ref.span.unit == unit] if self.unloads else ():
+            self.unload_block(block)
         blocks = self.blocks.lose(unit)
         served: Served = []
         for partition, table in self._partitions.items():
