@@ -8,6 +8,7 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     Gemma2Config,
     GPT2Config,
     LlamaConfig,
@@ -68,8 +69,15 @@ def experts(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="module")
+def seeing(make_vision_model):
+    return make_vision_model("qwen3_vl")
+
+
 def real(folder):
-    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), attn_implementation="sdpa")
+    config = AutoConfig.from_pretrained(folder)
+    kind = AutoModelForImageTextToText if "vision_config" in config.sub_configs else AutoModelForCausalLM
+    return kind.from_config(config, attn_implementation="sdpa")
 
 
 def test_weights_keys_and_values_are_counted_as_by_hand(folder, tmp_path):
@@ -94,7 +102,7 @@ def test_of_a_model_with_adapters_only_these_are_trained(folder):
     assert model_size(folder, lora).trained == trained
 
 
-@pytest.mark.parametrize(("kind", "within"), [("folder", 0.02), ("experts", 0.04)])
+@pytest.mark.parametrize(("kind", "within"), [("folder", 0.02), ("experts", 0.04), ("seeing", 0.04)])
 def test_activations_are_those_that_a_real_forward_pass_keeps(kind, within, request):
     """The oracle adds up what torch keeps on the CPU, where SDPA holds no [tokens, tokens]."""
     folder = request.getfixturevalue(kind)
@@ -275,3 +283,62 @@ def test_without_settings_a_pass_is_planned_with_16384_tokens_or_one_longer_resp
     assert planned("rollout.response_length=32768") == size.activations(32768 + 512, 4)
     assert planned("actor.ppo_mini_batch_size=1", "rollout.n=2") == size.activations(2 * 1024, 4)
     assert planned("actor.ppo_micro_batch_size=32") == size.activations(32 * 1024, 4)
+
+
+def seeing_config(family, text, vision):
+    return AutoConfig.for_model(
+        family, text_config=text, vision_config=vision, tie_word_embeddings=text["tie_word_embeddings"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "vision", "published"),
+    [
+        (
+            "qwen2_vl",
+            {"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_key_value_heads": 2}
+            | {"num_hidden_layers": 28, "vocab_size": 151936, "tie_word_embeddings": True},
+            {"depth": 32, "embed_dim": 1280, "hidden_size": 1536, "num_heads": 16},
+            2_208_985_600,
+        ),
+        (
+            "qwen2_5_vl",
+            {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4}
+            | {"num_hidden_layers": 28, "vocab_size": 152064, "tie_word_embeddings": False},
+            {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 3584, "num_heads": 16},
+            8_292_166_656,
+        ),
+    ],
+)  # fmt: skip
+def test_a_model_that_sees_has_the_weights_that_its_files_have(family, text, vision, published, tmp_path):
+    """Qwen2-VL-2B-Instruct and Qwen2.5-VL-7B-Instruct, as the headers of their files say."""
+    seeing_config(family, text, vision).save_pretrained(tmp_path)
+    size = model_size(tmp_path, LoraConfig())
+    assert (size.weights, size.trained) == (published, published)
+    assert size.layers == 28
+    assert size.kv_token == 2 * 28 * text["num_key_value_heads"] * 128
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("rank", [0, 4])
+def test_the_vision_tower_is_planned_and_trained_with_the_rest(family, rank, make_vision_model):
+    """Real weights, by the names of their modules; their gradients and moments follow."""
+    path, lora = make_vision_model(family), LoraConfig(rank=rank)
+    model = real(path)
+    named = dict(model.named_parameters())
+    size = model_size(path, lora)
+    assert size.weights == sum(weight.numel() for weight in named.values())
+    assert size.vision == sum(weight.numel() for name, weight in named.items() if ".visual." in name) > 0
+    assert size.blocks == sum(weight.numel() for name, weight in named.items() if "language_model.layers." in name)
+    both = sum(w.numel() for name, w in named.items() if ".layers." in name or ".visual.blocks." in name)
+    assert size.outside == size.weights - both
+    if rank:
+        attach(model, lora, 0)
+    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    assert size.trained == trained
+    config = load_config([f"model.path={path}", "data.train_files=none.jsonl", f"lora.rank={rank}", "torch.device=cpu"])
+    parts = role_bytes("actor", config, size)
+    assert (parts["gradients"], parts["optimizer"]) == (4 * trained, 8 * trained)
+    shown = plan.plan_text(plan.make_plan(config, PluginPolicy()))
+    assert f"({size.vision:,} of its vision tower)" in shown
+    assert "without images, which the vision tower and the data plane need memory for" in shown

@@ -107,6 +107,7 @@ def size_of(*, trained, outside, vocabulary):
         kv_token=1,
         layers=3,
         outside=outside,
+        blocks=10_000_000 - outside,
         head=0,
         hidden=1,
         vocabulary=vocabulary,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch.autograd.function import FunctionCtx
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.integrations.moe import ExpertsInterface
 
 from rl_app_ppo.checks.role_memory import ModelSize
@@ -19,6 +19,7 @@ from rl_trainer.backends.experts.adapters import adapted_experts
 from rl_trainer.backends.loading import layer_names
 from rl_trainer.backends.output_head import OutputHead
 from rl_trainer.config.lora import LoraConfig
+from rl_trainer.data.images import FAMILIES
 
 _SHAPES = "rl_app_ppo_shapes"
 """Name for `attn_implementation` and `experts_implementation`."""
@@ -31,7 +32,7 @@ def model_size(path: Path | None, lora: LoraConfig) -> ModelSize:
     """The sizes of the model in a folder; None: of the demo model.
 
     Raises:
-        ConfigError: transformers can't make a language model for text from its configuration.
+        ConfigError: transformers can't make a language model from its configuration.
     """
     try:
         config: Any = (
@@ -53,7 +54,8 @@ def model_size(path: Path | None, lora: LoraConfig) -> ModelSize:
             for name in adapted_experts(shapes.items(), lora)
         )
     output, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
-    text = config.get_text_config()
+    text, decoder = config.get_text_config(), model.get_decoder()
+    vision = weights - sum(it.numel() for it in {*decoder.parameters(), *output.parameters()}) if _sees(config) else 0
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return ModelSize(
@@ -61,19 +63,26 @@ def model_size(path: Path | None, lora: LoraConfig) -> ModelSize:
         trained=adapters or weights,
         kv_token=2 * text.num_hidden_layers * heads * head,
         layers=text.num_hidden_layers,
-        outside=weights - _of_blocks(model),
+        outside=weights - _of_blocks(model, model),
+        blocks=_of_blocks(model, decoder),
         head=0 if output is None or output.weight is embeddings.weight else output.weight.numel(),
         hidden=text.hidden_size,
         vocabulary=text.vocab_size,
         chunked=not any(module is output for module in covered) and OutputHead.of(model) is not None,
         activations=lambda tokens, element: _kept_bytes(_shapes(config, _DTYPES[element]), tokens),
         experts=sum(weight.numel() for name, weight in model.named_parameters() if _OF_EXPERTS in name),
+        vision=vision,
     )
 
 
-def _of_blocks(model: Any) -> int:
-    """Elements of the weights of the repeated blocks."""
-    blocks = (module for module in model.modules() if type(module).__name__ in layer_names(model))
+def _sees(config: Any) -> bool:
+    """Whether the model reads images."""
+    return config.model_type in FAMILIES
+
+
+def _of_blocks(model: Any, part: Any) -> int:
+    """Elements of the weights of the model's repeated blocks in a part of it."""
+    blocks = (module for module in part.modules() if type(module).__name__ in layer_names(model))
     return sum(weight.numel() for block in blocks for weight in block.parameters())
 
 
@@ -81,8 +90,9 @@ def _shapes(config: Any, dtype: torch.dtype) -> Any:
     """The model on `meta`: shapes without memory."""
     AttentionInterface.register(_SHAPES, _attention)
     ExpertsInterface.register(_SHAPES, _experts)
+    kind = AutoModelForImageTextToText if _sees(config) else AutoModelForCausalLM
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=_SHAPES)
+        model: Any = kind.from_config(config, dtype=dtype, attn_implementation=_SHAPES)
     model.set_experts_implementation(_SHAPES)
     return model
 

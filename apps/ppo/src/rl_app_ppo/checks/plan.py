@@ -48,6 +48,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         weights: of the model.
+        vision: those of them in its vision tower; 0: the model reads text alone.
         trained: those of them, or of its adapters, that an actor trains.
         gpus: of all processes.
         hosts: of the run.
@@ -61,6 +62,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     weights: int
+    vision: int
     trained: int
     gpus: int
     hosts: int
@@ -97,6 +99,7 @@ def make_plan(config: AppConfig, plugins: PluginPolicy) -> Plan:
     size = sizes("actor")
     return Plan(
         weights=size.weights,
+        vision=size.vision,
         trained=size.trained,
         gpus=sum(process.gpus for process in facts.planned),
         hosts=config.trainer.nnodes,
@@ -124,9 +127,11 @@ def make_plan(config: AppConfig, plugins: PluginPolicy) -> Plan:
 
 def plan_text(plan: Plan) -> str:
     """The plan for people."""
+    tower = f" ({plan.vision:,} of its vision tower)" if plan.vision else ""
+    what = "images, which the vision tower and the data plane need memory for" if plan.vision else "images"
     lines = [
-        f"model: {plan.weights:,} weights, {plan.trained:,} of an actor trained; GPUs: {plan.gpus}",
-        "most memory of each process by estimate, without images, the CUDA context and what libraries hold:",
+        f"model: {plan.weights:,} weights{tower}, {plan.trained:,} of an actor trained; GPUs: {plan.gpus}",
+        f"most memory of each process by estimate, without {what}, the CUDA context and what libraries hold:",
     ]
     for process in plan.processes:
         host = f"host {process.host}: " if plan.hosts > 1 else ""

@@ -28,7 +28,7 @@ from rl_app_ppo.config.full_keys import full_keys_in_errors, full_keys_in_logs
 from rl_app_ppo.demo.settings import ModelSettings
 from rl_app_ppo.inputs.data import check_answers, longest_teacher_prompt, sessions_of, train_order
 from rl_app_ppo.inputs.demo_model import check_demo_model
-from rl_app_ppo.inputs.tokenizer import session_tokenizer, vision_of
+from rl_app_ppo.inputs.tokenizer import session_tokenizer
 from rl_app_ppo.outputs.metric_sinks import check_installed, logger_names
 from rl_app_ppo.outputs.run_folder import check_new, check_room
 from rl_app_ppo.outputs.run_journal import check_kept_rows
@@ -213,8 +213,6 @@ def _gpu_memory(facts: Facts) -> str | None:
 def _host_memory(facts: Facts) -> str | None:
     if facts.elsewhere:
         return "not looked at: the processes run on other machines"
-    if facts.described is not None and vision_of(facts.described) is not None:
-        return "not estimated for models that see images"
     from rl_app_ppo.checks.process_memory import check_host_memory  # torch
 
     return check_host_memory(facts.role_sizes, facts.config, facts.planned, available_bytes())

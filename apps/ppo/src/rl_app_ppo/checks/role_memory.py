@@ -34,8 +34,9 @@ class ModelSize:
         weights: elements of all weights; tied ones count once.
         trained: elements of those that are trained: the adapters with LoRA.
         kv_token: elements of the keys and values of a token.
-        layers: repeated blocks.
+        layers: repeated blocks, without those of the vision tower.
         outside: elements of the weights outside of the blocks, such as embeddings.
+        blocks: elements of the weights of the repeated blocks, without those of the vision tower.
         head: elements of an output layer that shares no weights with the embeddings; else 0.
         hidden: elements of a token between blocks.
         vocabulary: logits of a token.
@@ -43,6 +44,7 @@ class ModelSize:
         activations: bytes that the forward pass of a training step keeps for its backward pass,
             without logits, for tokens per pass and bytes per element.
         experts: elements of the weights of experts.
+        vision: elements of the weights of the vision tower; they are trained as the others are.
     """
 
     weights: int
@@ -50,12 +52,14 @@ class ModelSize:
     kv_token: int
     layers: int
     outside: int
+    blocks: int
     head: int
     hidden: int
     vocabulary: int
     chunked: bool
     activations: Callable[[int, int], int]
     experts: int = 0
+    vision: int = 0
 
     @property
     def body(self) -> ModelSize:
@@ -162,7 +166,7 @@ def _gathered(config: AppConfig, size: ModelSize) -> dict[str, int]:
     """FSDP2's whole weights of a block and of all outside of blocks, cast and then gathered."""
     if not isinstance(config.engine, FsdpConfig):
         return {}
-    block = (size.weights - size.outside) // size.layers
+    block = size.blocks // size.layers
     return {"gathered weights": _element(config) * (2 * size.outside + block)}
 
 
