@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict
 
 import rl_transferqueue.compat as tq
-from rl_protocol import BatchError, PlaneTimeout
+from rl_protocol import BatchError, PlaneTimeout, SchemaError
 from rl_transferqueue.compat import lifecycle
 from rl_transferqueue.compat.sampler.seqlen_balanced_sampler import get_seqlen_balanced_partitions
 
@@ -169,3 +169,31 @@ def test_micro_batches_of_a_dense_field_are_dense() -> None:
     assert [[len(row) for row in part["jagged"].unbind()] for part, _ in parts] == [[1, 2], [3]]
     assert [part.get("text").tolist() for part, _ in parts] == [["a", "b"], ["c"]]
     assert [rows.global_indexes for _, rows in parts] == [[0, 1], [2]]
+
+
+def test_a_put_of_new_rows_that_fails_leaves_none(plane: tq.TransferQueueClient) -> None:
+    good = plane.put(TensorDict({"x": torch.ones(2)}, batch_size=[2]), partition_id="p")
+    assert plane.get_data(good)["x"].tolist() == [1.0, 1.0]
+    bad = {
+        "a type that can't be stored": (TensorDict({"x": NonTensorStack(len)}, batch_size=[1]), SchemaError),
+        "more than a unit": (TensorDict({"x": torch.ones(1, 64 << 20, dtype=torch.uint8)}, batch_size=[1]), BatchError),
+        "no rows": (TensorDict({"x": torch.ones(0)}, batch_size=[0]), BatchError),
+        "no batch size": (TensorDict({"x": torch.ones(1)}, batch_size=[]), BatchError),
+    }
+    for what, (data, error) in bad.items():
+        with pytest.raises(error):
+            plane.put(data, partition_id="p")
+        assert plane.get_meta(["x"], 1, "p", mode="force_fetch").size == 2, what
+
+
+def test_wrong_numbers_and_values_are_named(plane: tq.TransferQueueClient) -> None:
+    with pytest.raises(BatchError, match="got batch_size -1"):
+        plane.get_meta(["x"], -1, "p", mode="insert")
+    with pytest.raises(BatchError, match=r"batch size .* got \[\]"):
+        tq.kv_batch_put(["a"], "p", TensorDict({"x": torch.ones(1)}, batch_size=[]))
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(SchemaError, match="Field 'x', row 0: a value nested this deeply"):
+        tq.kv_put("a", "p", {"x": deep})
+    assert tq.kv_list("p") == {}

@@ -21,7 +21,7 @@ from rl_transferqueue.compat.lifecycle import get_client
 from rl_transferqueue.compat.metadata.kv_batch_meta import KVBatchMeta, Meta
 from rl_transferqueue.compat.msgpack_values import unpack_tag
 from rl_transferqueue.compat.session import Session
-from rl_transferqueue.compat.tensordicts import Parser
+from rl_transferqueue.compat.tensordicts import Parser, rows_in
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -138,8 +138,8 @@ async def _kv_batch_put(
     """
     if fields is None and tags is None:
         raise BatchError("kv_batch_put needs fields or tags.")
-    if fields is not None and int(fields.batch_size[0]) != len(keys):
-        raise BatchError(f"kv_batch_put needs one row per key: {len(keys)} keys, {int(fields.batch_size[0])} rows.")
+    if fields is not None and (rows := rows_in(fields)) != len(keys):
+        raise BatchError(f"kv_batch_put needs one row per key: {len(keys)} keys, {rows} rows.")
     return _described(await rows_by_key.put_rows(session, keys, partition_id, fields, tags, data_parser))
 
 

@@ -63,9 +63,14 @@ async def get_meta(
     return await describe(session, rows, data_fields)
 
 
-async def _insert(session: Session, fields: Sequence[str], count: int, partition: str) -> BatchMeta:
+async def _insert(
+    session: Session, fields: Sequence[str], count: int, partition: str, batch: BatchData | None = None
+) -> BatchMeta:
+    """Add `count` rows, with these columns if there are any."""
+    if count < 0:
+        raise BatchError(f"get_meta inserts at least 0 rows; got batch_size {count}.")
     keys = [f"{HIDDEN_KEY}{os.urandom(8).hex()}-{i}" for i in range(count)]
-    rows = await session.plane.put(partition, keys, tags=[{}] * count)
+    rows = await session.plane.put(partition, keys, batch, tags=[{}] * count)
     unknown = {"dtype": None, "shape": None, "is_nested": False, "is_non_tensor": False}
     return _batch_meta(rows, {name: dict(unknown) for name in fields}, np.zeros(count, np.int8))
 
@@ -100,13 +105,13 @@ async def put(
         StorageKeyNotFoundError: a row of `metadata` was cleared; nothing is stored in its
             partition.
     """
-    if metadata is None:
-        if partition_id is None:
-            raise BatchError("put needs metadata, or the partition_id for new rows.")
-        metadata = await _insert(session, [], int(data.batch_size[0]), partition_id)
-    if not metadata.size:
-        raise BatchError("put needs at least one row.")
+    if metadata is None and partition_id is None:
+        raise BatchError("put needs metadata, or the partition_id for new rows.")
     batch = to_batch(parsed(data, data_parser) if data_parser is not None else data)
+    if not (len(batch) if metadata is None else metadata.size):
+        raise BatchError("put needs at least one row.")
+    if metadata is None:
+        return (await _insert(session, [], len(batch), str(partition_id), batch)).add_fields(data)
     if len(batch) != metadata.size:
         raise BatchError(f"put needs one row per row of metadata: {metadata.size} rows, {len(batch)} in the data.")
     for partition, places in _by_partition(metadata).items():

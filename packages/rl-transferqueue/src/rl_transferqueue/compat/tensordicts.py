@@ -35,11 +35,16 @@ def to_batch(fields: TensorDict) -> BatchData:
         SchemaError: a field can't be stored; the message names it.
         BatchError: no batch dimension, or a field with another number of rows.
     """
-    rows = _rows_in(fields)
+    rows = rows_in(fields)
     return BatchData({str(name): _column(str(name), fields.get(name), rows) for name in fields.keys()}, rows)  # noqa: SIM118
 
 
-def _rows_in(fields: TensorDict) -> int:
+def rows_in(fields: TensorDict) -> int:
+    """N of a TensorDict of batch size [N, ...].
+
+    Raises:
+        BatchError: no batch dimension.
+    """
     if not fields.batch_size:
         raise BatchError("Fields must have a batch size [N, ...]; got [].")
     return int(fields.batch_size[0])
@@ -86,6 +91,8 @@ def _objects(name: str, values: Sequence[object]) -> ObjectColumn:
             packed.append(pack(value))
         except SchemaError as error:
             raise SchemaError(f"Field {name!r}, row {row}: {error.message}") from error
+        except RecursionError as error:
+            raise SchemaError(f"Field {name!r}, row {row}: a value nested this deeply can't be stored.") from error
     return ObjectColumn.from_values(packed)
 
 
@@ -174,7 +181,7 @@ def parsed(fields: TensorDict, parser: Parser) -> TensorDict:
         BatchError: the parser added or removed a field or a row.
     """
     plain: dict[str, Any] = {}
-    rows = _rows_in(fields)
+    rows = rows_in(fields)
     for name in fields.keys():  # noqa: SIM118
         value = cast("Any", fields.get(name))
         plain[str(name)] = (
