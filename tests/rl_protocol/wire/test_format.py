@@ -297,6 +297,8 @@ def test_a_column_whose_name_is_no_text_is_refused():
     batch = BatchData({"x": dense(np.zeros(1)), "a\ud800": dense(np.zeros(1))})
     with pytest.raises(BatchError, match=r"Names of columns .* got 'a\\ud800'"):
         wire.encode(batch)
+    with pytest.raises(BatchError, match=r"Names of columns .* got 7"):
+        wire.encode(BatchData({7: dense(np.zeros(1))}))  # type: ignore[dict-item]
 
 
 def test_bad_text_in_the_header_is_a_wire_error():

@@ -206,6 +206,45 @@ def test_text_that_utf8_can_not_encode_is_refused_at_the_call(plane: LocalPlane,
     asyncio.run(main())
 
 
+ONE_STRING: dict[str, Call] = {
+    "put": lambda plane: plane.put("p", "old", tags=[{}] * 3),
+    "clear": lambda plane: plane.clear("p", "old"),
+    "get": lambda plane: plane.get(meta("old", partition="p"), "x"),
+    "list": lambda plane: plane.list_rows("p", keys="old"),
+    "list-fields": lambda plane: plane.list_rows("p", fields="x"),
+    "wait": lambda plane: plane.wait_ready("p", count=1, fields="x", timeout_s=60),
+    "claim": lambda plane: plane.claim("p", "old", task="t"),
+    "unload": lambda plane: plane.unload("p", "old"),
+    "reset": lambda plane: plane.reset_consumption("p", keys="old"),
+    "produced": lambda plane: plane.production_status("p", fields="x"),
+    "hosts": lambda plane: plane.row_hosts("p", "old"),
+}
+
+
+@pytest.mark.parametrize("call", ONE_STRING)
+def test_one_string_is_not_taken_for_the_names_of_its_characters(plane: LocalPlane, call: str) -> None:
+    async def main() -> None:
+        async with await connect(plane.descriptor) as client:
+            await client.put("p", ["old"], ONE)
+            with pytest.raises(BatchError, match=r"must be a sequence of strings; got one string, '(old|x)'"):
+                await ONE_STRING[call](client)
+            assert (await client.list_rows("p")).keys == ("old",)
+            await client.clear("p")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("lengths", [[1 << 62] * 2, [1 << 70], [1 << 62]])
+def test_a_draft_too_large_for_any_plane_is_refused(plane: LocalPlane, lengths: list[int]) -> None:
+    async def main() -> None:
+        spec = ColumnSpec(name="x", kind="ragged", dtype="int8")
+        async with await connect(plane.descriptor) as client:
+            with pytest.raises(BatchError, match=r"[cC]olumn 'x'"):
+                await client.alloc([spec], len(lengths), {"x": lengths})
+
+    asyncio.run(main())
+
+
 def test_rows_that_do_not_fit_together_are_an_error_when_read_together(plane: LocalPlane) -> None:
     """Without a schema, a plane accepts any column; a get never converts or drops a row."""
 

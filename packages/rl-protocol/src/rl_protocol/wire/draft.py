@@ -22,6 +22,9 @@ from rl_protocol.batch.schema import ColumnSpec
 from rl_protocol.errors import BatchError
 from rl_protocol.wire.format import Header, lay_out
 
+_MOST_ITEMS = 1 << 48
+"""Most items of a ragged column in a draft: the sizes of such a column fit 64 bits."""
+
 
 def plan_columns(
     columns: Iterable[ColumnSpec], rows: int, lengths: Mapping[str, Sequence[int]]
@@ -49,9 +52,14 @@ def plan_columns(
 
 
 def _offsets(name: str, rows: int, lengths: Sequence[int]) -> Offsets:
-    counts = np.asarray(lengths, dtype=np.int64)
+    try:
+        counts = np.asarray(lengths, dtype=np.int64)
+    except OverflowError as error:
+        raise BatchError(f"Lengths of column {name!r} must fit int64: {error}.") from error
     if counts.shape != (rows,) or bool((counts < 0).any()):
         raise BatchError(f"Column {name!r} needs {rows} lengths >= 0; got shape {counts.shape}.")
+    if rows * int(counts.max(initial=0)) > _MOST_ITEMS and sum(counts.tolist()) > _MOST_ITEMS:
+        raise BatchError(f"Column {name!r} can have {_MOST_ITEMS} items at most; got {sum(counts.tolist())}.")
     offsets = offsets_from_lengths(counts)
     return check_offsets(offsets, int(offsets[-1]))
 

@@ -80,12 +80,15 @@ def lay_out(rows: int, columns: Iterable[tuple[str, ColumnType, Sequence[int]]])
     payload.
 
     Raises:
-        BatchError: the name of a column can't be written as UTF-8.
+        BatchError: the name of a column is no text that UTF-8 can encode.
     """
     at = 0
     headers: list[ColumnHeader] = []
     for name, (kind, dtype, dims, ragged_dim), sizes in columns:
-        _check_name(name)
+        if not _is_text(name):
+            raise BatchError(
+                f"Names of columns must be text that UTF-8 can encode, without lone surrogates; got {name!r}."
+            )
         places: list[tuple[int, int]] = []
         for size in sizes:
             places.append((at, size))
@@ -94,13 +97,14 @@ def lay_out(rows: int, columns: Iterable[tuple[str, ColumnType, Sequence[int]]])
     return Header(rows, at, tuple(headers))
 
 
-def _check_name(name: str) -> None:
+def _is_text(name: object) -> bool:
+    if not isinstance(name, str):
+        return False
     try:
         name.encode()
-    except UnicodeEncodeError as error:
-        raise BatchError(
-            f"Names of columns must be text that UTF-8 can encode, without lone surrogates; got {name!r}."
-        ) from error
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def plan(batch: BatchData) -> Header:

@@ -209,7 +209,7 @@ class Client(DataPlane):
                 are those of the port.
         """
         deadline = deadline_after(self._seconds(timeout_s))
-        keys = tuple(keys)
+        keys = _names("keys", keys)
         _check_put(keys, data, tags, expect)
         fields = data.field_names if data is not None else ()
         generations: tuple[int, ...] = ()
@@ -235,17 +235,18 @@ class Client(DataPlane):
 
     async def clear(self, partition: str, keys: Sequence[str] | None = None, *, timeout_s: float | None = None) -> int:
         self._reader.forget(partition)
-        request = Clear(partition, None if keys is None else tuple(keys))
+        request = Clear(partition, None if keys is None else _names("keys", keys))
         return (await self._controller.call(request, Cleared, self._seconds(timeout_s))).count
 
     async def unload(self, partition: str, keys: Sequence[str], *, timeout_s: float | None = None) -> None:
+        names = _names("keys", keys)
         self._reader.forget(partition)
-        await self._controller.call(Unload(partition, tuple(keys)), Done, self._seconds(timeout_s))
+        await self._controller.call(Unload(partition, names), Done, self._seconds(timeout_s))
 
     async def get(
         self, meta: KVBatchMeta, fields: Sequence[str] | None = None, *, timeout_s: float | None = None
     ) -> BatchData:
-        names = tuple(dict.fromkeys(meta.fields if fields is None else fields))
+        names = tuple(dict.fromkeys(meta.fields if fields is None else _names("fields", fields)))
         if not meta.keys:
             return BatchData({}, 0)
         query = (meta.partition, meta.keys, names, meta.generations)
@@ -261,8 +262,8 @@ class Client(DataPlane):
         keys: Sequence[str] | None = None,
         timeout_s: float | None = None,
     ) -> KVBatchMeta:
-        named = None if keys is None else tuple(keys)
-        request = ListRows(partition, check_where(where or {}), tuple(fields), task, named)
+        named = None if keys is None else _names("keys", keys)
+        request = ListRows(partition, check_where(where or {}), _names("fields", fields), task, named)
         return _meta(partition, await self._controller.call(request, Rows, self._seconds(timeout_s)))
 
     async def watch(
@@ -289,14 +290,14 @@ class Client(DataPlane):
             raise BatchError(f"wait_ready needs count >= 0; got {count}.")
 
         seconds = self._seconds(timeout_s)
-        request = WaitReady(partition, count, tuple(fields), check_where(where or {}), task, seconds)
+        request = WaitReady(partition, count, _names("fields", fields), check_where(where or {}), task, seconds)
         rows = await self._controller.call(request, Rows, seconds + SERVER_GRACE_S, takes=task is not None)
         return _meta(partition, rows)
 
     async def claim(
         self, partition: str, keys: Sequence[str], *, task: str, timeout_s: float | None = None
     ) -> KVBatchMeta:
-        request = Claim(partition, tuple(keys), task)
+        request = Claim(partition, _names("keys", keys), task)
         return _meta(partition, await self._controller.call(request, Rows, self._seconds(timeout_s), takes=True))
 
     async def consumption_status(self, partition: str, *, task: str, timeout_s: float | None = None) -> RowFlags:
@@ -306,13 +307,13 @@ class Client(DataPlane):
     async def production_status(
         self, partition: str, *, fields: Sequence[str], timeout_s: float | None = None
     ) -> RowFlags:
-        request = GetProduction(partition, tuple(fields))
+        request = GetProduction(partition, _names("fields", fields))
         found = await self._controller.call(request, Flags, self._seconds(timeout_s))
         flags = np.frombuffer(found.flags, np.bool_).reshape(len(found.keys), len(fields))
         return RowFlags(keys=found.keys, flags=flags)
 
     async def row_hosts(self, partition: str, keys: Sequence[str], *, timeout_s: float | None = None) -> RowHosts:
-        request = FindHosts(partition, tuple(keys))
+        request = FindHosts(partition, _names("keys", keys))
         found = await self._controller.call(request, HostBytes, self._seconds(timeout_s))
         nbytes = np.frombuffer(found.nbytes, "<i8").reshape(len(request.keys), len(found.hosts))
         return RowHosts(hosts=found.hosts, nbytes=nbytes)
@@ -325,7 +326,7 @@ class Client(DataPlane):
         keys: Sequence[str] | None = None,
         timeout_s: float | None = None,
     ) -> int:
-        request = ResetConsumption(partition, task, None if keys is None else tuple(keys))
+        request = ResetConsumption(partition, task, None if keys is None else _names("keys", keys))
         return (await self._controller.call(request, Cleared, self._seconds(timeout_s))).count
 
     async def stats(self, *, timeout_s: float | None = None) -> PlaneStats:
@@ -496,6 +497,13 @@ def _meta(partition: str, rows: Rows) -> KVBatchMeta:
     tags = LazyRows(size, partial(to_rows, rows.tags, size))
     generations = LazyRows(size, partial(unpack_tuple, rows.generations, size))
     return KVBatchMeta.unchecked(partition, rows.keys, tags, rows.fields, generations)
+
+
+def _names(what: str, names: Sequence[str]) -> tuple[str, ...]:
+    """The names; a string would be a sequence of its characters."""
+    if isinstance(names, str):
+        raise BatchError(f"{what} must be a sequence of strings; got one string, {names!r}: put it in a list.")
+    return tuple(names)
 
 
 def _check_put(
