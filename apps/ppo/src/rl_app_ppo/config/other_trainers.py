@@ -1,4 +1,5 @@
-"""Keys of NeMo-RL and AReaL for asynchronous training that a run does not accept, and what to set.
+"""Keys of NeMo-RL and AReaL for asynchronous training, and arguments of TRL's `GRPOConfig`, which
+a run does not accept, and what to set.
 
 Those that mean the same are in `rl_app_ppo.config.verl_keys.aliases`, and verl's other keys in
 `rl_app_ppo.config.verl_keys`.
@@ -26,6 +27,33 @@ _KEYS: Mapping[str, Mapping[str, str]] = {
         "actor.behave_imp_weight_cap": _CAP,
         "actor.behav_imp_weight_cap": _CAP,
         "actor.recompute_logprob": "here it is algorithm.old_log_prob=recompute",
+    },
+    "TRL": {
+        "num_generations": "here it is rollout.n",
+        "max_completion_length": "here it is rollout.response_length",
+        "temperature": "here it is rollout.temperature",
+        "top_p": "here it is rollout.top_p",
+        "top_k": "here it is rollout.top_k",
+        "per_device_train_batch_size": "here it is data.train_batch_size, in prompts",
+        "steps_per_generation": "here it is data.train_batch_size / actor.ppo_mini_batch_size",
+        "gradient_accumulation_steps": "here it is actor.ppo_micro_batch_size, in responses per pass",
+        "num_iterations": "here it is actor.ppo_epochs",
+        "max_steps": "here it is trainer.total_training_steps, in batches of prompts",
+        "num_train_epochs": "here it is trainer.total_epochs",
+        "learning_rate": "here it is actor.optim.lr",
+        "weight_decay": "here it is actor.optim.weight_decay",
+        "max_grad_norm": "here it is actor.optim.grad_clip",
+        "epsilon": "here it is actor.clip_ratio_low",
+        "epsilon_high": "here it is actor.clip_ratio_high",
+        "delta": "here it is actor.clip_ratio_c",
+        "beta": "here it is actor.kl_loss_coef, with actor.use_kl_loss=true",
+        "loss_type": "here it is actor.loss_agg_mode",
+        "scale_rewards": "here it is algorithm.norm_adv_by_std_in_grpo",
+        "importance_sampling_level": "here it is actor.policy_loss.loss_mode",
+        "use_vllm": "here it is rollout.name=vllm",
+        "vllm_importance_sampling_correction": f"here it is {_WEIGHTS}=token",
+        "peft_config": "here it is lora.rank, lora.alpha and lora.target_modules",
+        "report_to": "here it is trainer.logger",
     },
 }
 """Trainer -> its key -> what to set here."""
