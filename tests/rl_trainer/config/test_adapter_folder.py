@@ -52,6 +52,75 @@ def test_an_adapter_that_the_options_would_make_is_accepted(tmp_path):
     check_adapter(options(only_q, target_modules=("q_proj",)), {Q: (6, 8), V: (6, 8)})
 
 
+LAYERS = [f"model.layers.{number}.mlp.experts" for number in (0, 1)]
+OF_EXPERTS = {
+    **FIELDS,
+    "target_modules": ["q_proj"],
+    "target_parameters": ["experts.gate_up_proj", "mlp.experts.down_proj"],
+}
+EACH = {f"{one}.{e}.{part}": (6, 8) for one in LAYERS for e in range(3) for part in ("gate_proj", "up_proj")}
+EACH |= {f"{one}.{e}.down_proj": (8, 6) for one in LAYERS for e in range(3)}
+
+
+def experts_of(path, fields=None, **sizes):
+    """Save an adapter of q_proj and of three experts; `sizes` are other shapes of A and B."""
+    shapes = {"q_proj": ((2, 8), (6, 2)), "gate_up": ((6, 8), (12, 6)), "down": ((6, 6), (8, 6))} | sizes
+    modules = {Q: "q_proj", Q.replace("0", "1"): "q_proj"}
+    modules |= {f"{one}.base_layer": "gate_up" for one in LAYERS} | dict.fromkeys(LAYERS, "down")
+    path.mkdir(exist_ok=True)
+    tensors = {
+        f"base_model.model.{name}.lora_{side}.weight": np.zeros(shapes[kind][number], np.float32)
+        for name, kind in modules.items()
+        for number, side in enumerate("AB")
+    }
+    save_file(tensors, path / "adapter_model.safetensors")
+    (path / "adapter_config.json").write_text(json.dumps(OF_EXPERTS | (fields or {})))
+    return path
+
+
+def test_an_adapter_of_experts_is_compared_with_options_and_model(tmp_path):
+    folder = experts_of(tmp_path)
+    read = adapter_options(str(folder))
+    assert read == {"rank": 2, "alpha": 4, "target_modules": ["down_proj", "gate_proj", "q_proj", "up_proj"]}
+    lora = options(folder, target_modules=tuple(read["target_modules"]))
+    dense = {Q: (6, 8), Q.replace("0", "1"): (6, 8)}
+    joined = {
+        f"{one}.{name}": shape
+        for one in LAYERS
+        for name, shape in (("gate_up_proj", (3, 12, 8)), ("down_proj", (3, 8, 6)))
+    }
+    for base in (None, dense | EACH, dense | joined):
+        check_adapter(lora, base)
+    for changed, message in (
+        (options(folder, target_modules=("q_proj", "down_proj")), "must name gate_proj, up_proj, and"),
+        (options(folder, target_modules=("q_proj", "up_proj", "down_proj")), "all of gate_proj, up_proj or none"),
+        (options(folder, target_modules=lora.target_modules, exclude=("1.mlp.experts.down_proj",)), "exclude must not"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_adapter(changed, dense | EACH)
+    four = EACH | {f"{one}.3.{part}": (6, 8) for one in LAYERS for part in ("gate_proj", "up_proj")}
+    with pytest.raises(
+        ConfigError, match=r"experts\.gate_up_proj must have lora_A, lora_B of rank 2 for each of 4 experts"
+    ):
+        check_adapter(lora, dense | four)
+    other = {name: (7, 8) if name.endswith("up_proj") else shape for name, shape in (dense | EACH).items()}
+    with pytest.raises(ConfigError, match=r"for a weight of \(12, 8\), and the base model's is \(14, 8\)"):
+        check_adapter(lora, other)
+
+
+def test_adapters_of_experts_that_do_not_fit_their_fields_are_refused(tmp_path):
+    every = ("q_proj", "gate_proj", "up_proj", "down_proj")
+    for name, fields, sizes, message in (
+        ("a", {"target_parameters": ["mlp.experts.down_proj"]}, {}, r"names 1 parameters of this module"),
+        ("b", {"target_parameters": None}, {}, r"names 0 parameters of this module; got None"),
+        ("c", {"target_parameters": "down_proj"}, {}, r"target_parameters is 'down_proj'; supported are"),
+        ("d", {}, {"down": ((6, 6), (8, 8))}, r"down_proj must have lora_A, lora_B of rank 2 for each of 3 experts"),
+        ("e", {}, {"down": ((5, 6), (8, 5))}, r"down_proj must have lora_A, lora_B of rank 2 for each of 2 experts"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_adapter(options(experts_of(tmp_path / name, fields, **sizes), target_modules=every))
+
+
 def test_a_value_head_is_read_for_a_critic_alone(tmp_path):
     folder = folder_of(tmp_path, FIELDS | {"modules_to_save": ["classifier", "score"]})
     file = folder / "adapter_model.safetensors"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import peft
 import pytest
 import torch
@@ -78,6 +80,16 @@ def test_peft_reads_what_is_saved_with_equal_logits(moe_model, trained, tmp_path
     trained.save_pretrained(tmp_path)
     again = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(moe_model), tmp_path).eval()
     assert apart(again(IDS).logits, want) < 1e-4
+
+
+@torch.no_grad()
+def test_training_starts_from_what_peft_has_saved(moe_model, lora, trained, tmp_path):
+    want = trained(IDS).logits
+    trained.save_pretrained(tmp_path)
+    again = attach(load_model(moe_model), replace(lora, adapter_path=str(tmp_path)), 3)
+    assert torch.equal(again(IDS).logits, want)
+    with pytest.raises(ConfigError, match=r"LoraConfig\.rank must be 3"):
+        attach(load_model(moe_model), replace(lora, adapter_path=str(tmp_path), rank=2), 3)
 
 
 def test_every_factor_gets_a_gradient(trained):

@@ -9,14 +9,14 @@ from typing import Any
 
 import peft
 import torch
+from peft.tuners.lora.layer import ParamWrapper
 from safetensors.torch import load_file
 
 from rl_protocol import ConfigError
 from rl_protocol.support.peft_config import VALUE_HEAD
 from rl_trainer.backends.experts.adapters import adapted_experts, expert_delta, factor_shapes, plain_name
-from rl_trainer.backends.experts.checkpoint_weights import FUSED
 from rl_trainer.config.adapter_folder import WEIGHTS_FILE, check_adapter
-from rl_trainer.config.lora import LoraConfig
+from rl_trainer.config.lora import EXPERT_PARAMETERS, LoraConfig
 
 ADAPTER = "default"
 PREFIX = "base_model.model."
@@ -64,12 +64,12 @@ def _load(adapted: Any, config: LoraConfig, prefix: str = "", head: torch.nn.Lin
 
     `prefix` and a name in `adapted` are PEFT's name.
     """
-    linear = (
+    wrappers = (
         (f"{prefix}{name}".removeprefix(PREFIX), module)
         for name, module in adapted.named_modules()
         if hasattr(module, "base_layer")
     )
-    shapes = {name: tuple(module.base_layer.weight.shape) for name, module in linear}
+    shapes = dict(_adapted(name, module) for name, module in wrappers)
     state: dict[str, torch.Tensor] = {f"{prefix}{name}": tensor for name, tensor in adapted.state_dict().items()}
     if head is not None:
         shapes[VALUE_HEAD] = tuple(head.weight.shape)
@@ -81,12 +81,20 @@ def _load(adapted: Any, config: LoraConfig, prefix: str = "", head: torch.nn.Lin
             state[name if name in state else f"{name.removesuffix('.weight')}.{ADAPTER}.weight"].copy_(tensor)
 
 
+def _adapted(name: str, wrapper: Any) -> tuple[str, tuple[int, ...]]:
+    """Name and shape of the linear module, or of the parameter of experts, that a module of peft
+    adapts."""
+    if isinstance(wrapper, ParamWrapper):
+        return plain_name(f"{name}.{wrapper.parameter_name}"), tuple(wrapper.get_param().shape)
+    return name, tuple(wrapper.base_layer.weight.shape)
+
+
 def _settings(model: Any, config: LoraConfig, **more: Any) -> peft.LoraConfig:
     """The settings under peft's names, for a model that has all targets."""
     present = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     shapes = [(name, tuple(weight.shape)) for name, weight in model.named_parameters()]
     experts = list(adapted_experts(shapes, config))
-    inside = {part for name in experts for part in FUSED[name.rpartition(".")[2]]}
+    inside = {part for name in experts for part in EXPERT_PARAMETERS[name.rpartition(".")[2]]}
     if both := sorted(inside & present):
         raise ConfigError(
             f"LoraConfig.target_modules names {', '.join(both)}, which this model has inside and outside of experts; peft can't adapt both. "

@@ -14,7 +14,7 @@ import numpy as np
 
 from rl_protocol import ConfigError
 from rl_protocol.support.peft_config import HEADS, PICKLED, PICKLED_FILE, VALUE_HEAD, unread_field
-from rl_trainer.config.lora import ALL_LINEAR, LoraConfig
+from rl_trainer.config.lora import ALL_LINEAR, EXPERT_PARAMETERS, LoraConfig
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -22,6 +22,9 @@ _NAME = re.compile(
     r"base_model\.model\.(?P<module>.+)\.(?P<side>lora_A|lora_B|lora_magnitude_vector)(?:\.weight|(?<=vector))"
 )
 _HEAD_NAME = re.compile(rf"base_model\.model\.(?P<module>{VALUE_HEAD})\.(?P<side>weight|bias)")
+_EXPERTS = re.compile(r"(?P<module>.+\.experts)(?P<inner>(\.base_layer)*)")
+"""Modules of peft that adapt the parameters of experts: nested, the first is the innermost."""
+_OF_EXPERT = re.compile(r"(?P<module>.+\.experts)\.\d+\.(?P<part>\w+)")
 _LONGEST_HEADER = 100_000_000
 _EXPONENTS: Mapping[str, tuple[type[np.unsignedinteger[Any]], int]] = {
     "F32": (np.uint32, 0x7F800000),
@@ -33,7 +36,7 @@ NaN and infinity."""
 _INDEX_FILE = "adapter_model.safetensors.index.json"
 _SAME = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "use_rslora", "use_dora": "use_dora"}
 """Field of PEFT -> the option that must have its value."""
-_CHOOSE_MODULES = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+_CHOOSE_MODULES = ("target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern")
 """Fields that choose modules, which the names of the tensors tell."""
 Shape = Sequence[int]
 
@@ -51,8 +54,9 @@ def check_adapter(config: LoraConfig, matrices: Mapping[str, Shape] | None = Non
 
     Args:
         config: options of the adapters, with a path.
-        matrices: full name of each linear module of the base model -> its shape [out, in]; None:
-            unknown, so the adapter is compared with the options alone.
+        matrices: full name of each linear module of the base model -> its shape [out, in]. Those of
+            experts may be joined: `mlp.experts.down_proj` -> [experts, out, in]. None: unknown, so
+            the adapter is compared with the options alone.
         value_head: the adapter is for a critic, so the folder may also hold its value head: `score`
             of AutoModelForTokenClassification, or of AutoModelForSequenceClassification, with one
             label.
@@ -65,10 +69,10 @@ def check_adapter(config: LoraConfig, matrices: Mapping[str, Shape] | None = Non
     folder = Path(config.adapter_path).expanduser()
     fields = _fields(folder, config.adapter_path)
     _check_fields(config, fields, folder / CONFIG_FILE, value_head=value_head)
-    found = read_shapes(folder, value_head=value_head)
+    found = _with_parameters(read_shapes(folder, value_head=value_head), fields, folder)
     _check_head(found.pop(VALUE_HEAD, {}), matrices, folder / WEIGHTS_FILE)
     _check_named(fields, found, folder)
-    _check_modules(config, found, matrices)
+    _check_modules(config, found, None if matrices is None else join_expert_shapes(matrices))
     _check_finite(folder / WEIGHTS_FILE)
 
 
@@ -89,16 +93,17 @@ def adapter_options(path: str, *, value_head: bool = False) -> dict[str, Any]:
     folder = Path(path).expanduser()
     fields = _fields(folder, path)
     _check_kind(fields, folder / CONFIG_FILE, value_head=value_head)
-    found = read_shapes(folder, value_head=value_head)
+    found = _with_parameters(read_shapes(folder, value_head=value_head), fields, folder)
     found.pop(VALUE_HEAD, {})
     _check_named(fields, found, folder)
-    modules = {module.rpartition(".")[2] for module in found}
+    modules = {part for name in found for part in _parts(name)}
     kind: dict[str, Any] = {option: fields[field] for field, option in _SAME.items() if fields.get(field)}
     return kind | {"target_modules": sorted(modules)}
 
 
 def read_shapes(folder: Path, *, value_head: bool = False) -> dict[str, dict[str, Shape]]:
-    """Full module name -> lora_A, lora_B, with DoRA lora_magnitude_vector -> shape of the tensor.
+    """Full module name in peft -> lora_A, lora_B, with DoRA lora_magnitude_vector -> shape of the
+    tensor.
 
     With `value_head` also "score" -> weight, bias, as far as the folder has them.
 
@@ -161,6 +166,52 @@ def _header(file: Path) -> tuple[int, dict[str, _Entry]]:
     return 8 + size, header
 
 
+def _with_parameters(
+    found: Mapping[str, dict[str, Shape]], fields: Mapping[str, Any], folder: Path
+) -> dict[str, dict[str, Shape]]:
+    """Replace peft's modules of experts by the parameters that they adapt, such as
+    `mlp.experts.down_proj`."""
+    chosen = tuple(f".{name}" for name in fields.get("target_parameters") or ())
+    named: dict[str, dict[str, Shape]] = {}
+    for name, shapes in found.items():
+        match = _EXPERTS.fullmatch(name)
+        if match is None:
+            named[name] = shapes
+            continue
+        parameters = [f"{match['module']}.{last}" for last in EXPERT_PARAMETERS]
+        adapted = [one for one in parameters if f".{one}".endswith(chosen)]
+        depth = match["inner"].count(".")
+        if depth >= len(adapted):
+            raise ConfigError(
+                f"LoraConfig.adapter_path: {folder / WEIGHTS_FILE} has an adapter of {name}, and target_parameters in {CONFIG_FILE} "
+                f"names {len(adapted)} parameters of this module; got {fields.get('target_parameters')}."
+            )
+        named[adapted[len(adapted) - 1 - depth]] = shapes
+    return named
+
+
+def join_expert_shapes(matrices: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Join the shapes of linear modules of experts; see `matrices` of `check_adapter`."""
+    found: dict[str, Shape] = {}
+    part_of = {part: name for name, parts in EXPERT_PARAMETERS.items() for part in parts}
+    for name, shape in matrices.items():
+        match = _OF_EXPERT.fullmatch(name)
+        if match is None or match["part"] not in part_of:
+            found[name] = shape
+            continue
+        last = part_of[match["part"]]
+        parts, joined = EXPERT_PARAMETERS[last], f"{match['module']}.{last}"
+        experts = found.get(joined, (0,))[0] + (match["part"] == parts[0])
+        found[joined] = (experts, len(parts) * shape[0], shape[1])
+    return found
+
+
+def _parts(name: str) -> tuple[str, ...]:
+    """The targets of `LoraConfig` that a module or a parameter of experts consists of."""
+    last = name.rpartition(".")[2]
+    return EXPERT_PARAMETERS.get(last, (last,))
+
+
 def _fields(folder: Path, given: str) -> dict[str, Any]:
     """The JSON object of `adapter_config.json`."""
     file = folder / CONFIG_FILE
@@ -199,6 +250,13 @@ def _check_kind(fields: Mapping[str, Any], file: Path, *, value_head: bool) -> N
     if lost is not None:
         field, why = lost
         raise ConfigError(f"LoraConfig.adapter_path: {file}: {field} {why}.")
+    parameters: object = fields.get("target_parameters") or []
+    listed = cast("list[object]", parameters) if isinstance(parameters, list) else [None]
+    if not all(isinstance(name, str) and name.rpartition(".")[2] in EXPERT_PARAMETERS for name in listed):
+        raise ConfigError(
+            f"LoraConfig.adapter_path: {file}: target_parameters is {parameters!r}; supported are those of experts, "
+            f"{' and '.join(EXPERT_PARAMETERS)}."
+        )
 
 
 def _check_fields(config: LoraConfig, fields: Mapping[str, Any], file: Path, *, value_head: bool) -> None:
@@ -211,11 +269,16 @@ def _check_fields(config: LoraConfig, fields: Mapping[str, Any], file: Path, *, 
 
 
 def _check_named(fields: Mapping[str, Any], found: Collection[str], folder: Path) -> None:
-    """Check that `target_modules` names the modules with tensors; peft ignores those of others."""
+    """Check that `target_modules` names the modules with tensors; peft ignores those of others.
+
+    The parameters of experts are those that `target_parameters` names.
+    """
     targets: object = fields.get("target_modules")
     if targets is None:
         return
     for module in found:
+        if _is_of_experts(module):
+            continue
         if isinstance(targets, list):
             named = any(module == name or module.endswith(f".{name}") for name in cast("list[object]", targets))
         else:
@@ -254,17 +317,20 @@ def _check_modules(
 ) -> None:
     sides = {"lora_A", "lora_B"} | ({"lora_magnitude_vector"} if config.use_dora else set[str]())
     for module, shapes in found.items():
-        if not config.covers(module):
+        if not config.covers_weight(module):
             raise ConfigError(
-                f"LoraConfig.target_modules must name {module.rpartition('.')[2]}, and LoraConfig.exclude must not name it: the adapter in "
+                f"LoraConfig.target_modules must name {', '.join(_parts(module))}, and LoraConfig.exclude must not name it: the adapter in "
                 f"LoraConfig.adapter_path has {module}; got {', '.join(config.target_modules)}."
             )
-        if set(shapes) != sides or (shapes["lora_A"][0], shapes["lora_B"][1]) != (config.rank, config.rank):
+        experts = _num_experts(module, shapes, config.rank, matrices)
+        if set(shapes) != sides or (shapes["lora_A"][0], shapes["lora_B"][1]) != (experts * config.rank,) * 2:
+            of_experts = f" for each of {experts} experts" if experts > 1 else ""
             raise ConfigError(
-                f"LoraConfig.adapter_path: the adapter of {module} must have {', '.join(sorted(sides))} of rank {config.rank}; got {dict(shapes)}."
+                f"LoraConfig.adapter_path: the adapter of {module} must have {', '.join(sorted(sides))} of rank {config.rank}{of_experts}; "
+                f"got {dict(shapes)}."
             )
-    lacking = set(config.targets()) - {module.rpartition(".")[2] for module in found}
-    wanted = {name for name in matrices or () if config.covers(name)}
+    lacking = set(config.targets()) - {part for name in found for part in _parts(name)}
+    wanted = {name for name in matrices or () if config.covers_weight(name)}
     if matrices is not None:
         _check_base(found, matrices)
     if lacking or wanted - found.keys():
@@ -281,6 +347,20 @@ def _check_modules(
         )
 
 
+def _is_of_experts(name: str) -> bool:
+    """Whether it is a parameter of experts, of those that `_with_parameters` finds."""
+    return name.rpartition(".")[0].endswith(".experts")
+
+
+def _num_experts(module: str, shapes: Mapping[str, Shape], rank: int, matrices: Mapping[str, Shape] | None) -> int:
+    """Experts whose factors an adapter joins, by the base model, or else by its own shapes."""
+    if not _is_of_experts(module):
+        return 1
+    base = (matrices or {}).get(module, ())
+    rows = shapes["lora_A"][0] if "lora_A" in shapes else 0
+    return base[0] if len(base) == 3 else max(1, rows // rank)
+
+
 def _check_base(found: Mapping[str, Mapping[str, Shape]], matrices: Mapping[str, Shape]) -> None:
     for module, shapes in found.items():
         if module not in matrices:
@@ -288,8 +368,8 @@ def _check_base(found: Mapping[str, Mapping[str, Shape]], matrices: Mapping[str,
                 f"LoraConfig.adapter_path has an adapter of {module}, which the base model does not have; set the base that it was trained on."
             )
         of_adapter = shapes["lora_B"][0], shapes["lora_A"][1]
-        if of_adapter != tuple(matrices[module]):
+        if of_adapter != tuple(matrices[module])[-2:]:
             raise ConfigError(
                 f"LoraConfig.adapter_path has an adapter of {module} for a weight of {of_adapter}, and the base model's is "
-                f"{tuple(matrices[module])}; set the base that it was trained on."
+                f"{tuple(matrices[module])[-2:]}; set the base that it was trained on."
             )

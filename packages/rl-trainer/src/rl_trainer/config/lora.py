@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rl_protocol import ConfigError
@@ -11,6 +12,11 @@ from rl_protocol.support.options import Options, nearest, option, require
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Logical names of the linear modules of a decoder layer."""
 ALL_LINEAR = "all-linear"
+EXPERT_PARAMETERS: Mapping[str, tuple[str, ...]] = {
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "down_proj": ("down_proj",),
+}
+"""Parameter of the experts of a layer, in order -> modules of each expert whose rows it holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +82,21 @@ class LoraConfig(Options):
         """Whether the linear module of that full name gets an adapter."""
         excluded = any(module == name or module.endswith(f".{name}") for name in self.exclude)
         return module.rpartition(".")[2] in self.targets() and not excluded
+
+    def covers_weight(self, name: str) -> bool:
+        """Whether a linear module, or a parameter of experts, gets an adapter.
+
+        Raises:
+            ConfigError: a part of such a parameter is a target, and another is not.
+        """
+        module, _, last = name.rpartition(".")
+        parts = EXPERT_PARAMETERS.get(last, (last,))
+        covered = [self.covers(f"{module}.{part}") for part in parts]
+        if any(covered) and not all(covered):
+            raise ConfigError(
+                f"LoraConfig.target_modules and LoraConfig.exclude must take all of {', '.join(parts)} or none: {name} holds them together."
+            )
+        return all(covered)
 
     @property
     def scaling(self) -> float:

@@ -16,9 +16,7 @@ from collections.abc import Iterable
 
 import torch
 
-from rl_protocol import ConfigError
-from rl_trainer.backends.experts.checkpoint_weights import FUSED
-from rl_trainer.config.lora import LoraConfig
+from rl_trainer.config.lora import EXPERT_PARAMETERS, LoraConfig
 
 _WRAPPER = re.compile(r"\.base_layer(?=\.)")
 
@@ -48,13 +46,7 @@ def adapted_experts(shapes: Iterable[tuple[str, tuple[int, ...]]], config: LoraC
     found: dict[str, list[str]] = defaultdict(list)
     for name, shape in shapes:
         module, _, last = name.rpartition(".")
-        covered = [config.covers(f"{module}.{part}") for part in FUSED.get(last, ())] if len(shape) == 3 else []
-        if any(covered) and not all(covered):
-            raise ConfigError(
-                f"LoraConfig.target_modules and LoraConfig.exclude must take all of {', '.join(FUSED[last])} or none: {name} "
-                "holds them together."
-            )
-        if any(covered):
+        if len(shape) == 3 and last in EXPERT_PARAMETERS and config.covers_weight(name):
             found[module].append(name)
     return {
         name: module + ".base_layer" * (len(names) - 1 - place)

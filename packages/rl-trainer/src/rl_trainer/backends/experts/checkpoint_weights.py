@@ -7,9 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from rl_protocol import WeightTensor
-
-FUSED: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""Parameter of the experts of a layer -> the modules of each expert whose rows it holds."""
+from rl_trainer.config.lora import EXPERT_PARAMETERS
 
 
 def joined_experts(
@@ -29,11 +27,11 @@ def joined_experts(
     found = dict(given)
     for name, (dtype, shape) in wanted.items():
         module, _, last = name.rpartition(".")
-        if name in given or last not in FUSED or len(shape) != 3:
+        if name in given or last not in EXPERT_PARAMETERS or len(shape) != 3:
             continue
         experts, rows, columns = shape
-        parts = [f"{module}.{expert}.{part}.weight" for expert in range(experts) for part in FUSED[last]]
-        size = rows // len(FUSED[last]), columns
+        parts = [f"{module}.{expert}.{part}.weight" for expert in range(experts) for part in EXPERT_PARAMETERS[last]]
+        size = rows // len(EXPERT_PARAMETERS[last]), columns
         if all(part in given and (given[part].dtype, given[part].shape) == (dtype, size) for part in parts):
             joined = np.concatenate([found.pop(part).data for part in parts])
             found[name] = WeightTensor(name, dtype, shape, joined)
