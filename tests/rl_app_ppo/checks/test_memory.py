@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from rl_app_ppo.checks.memory import check_plane_size, step_bytes
+from rl_app_ppo.checks.memory import check_plane_size, step_bytes, trained_parameters
 from rl_app_ppo.cli.main import main
 from rl_app_ppo.config.loading import load_config
 from rl_protocol import ConfigError
-from rl_trainer import build_graph
+from rl_trainer import LoraConfig, build_graph
 from rl_trainer.data.model_families import RoutedLayers
 
 ROLLOUT = 8 + 1 + 4
@@ -38,6 +38,15 @@ def bytes_of(*overrides, longest=5, validation_rows=0, routed=None, sessions=Non
 )  # fmt: skip
 def test_bytes_of_a_step_by_hand(overrides, per_prompt):
     assert bytes_of(*overrides) == 2 * per_prompt
+
+
+def test_adapters_of_experts_are_counted_as_peft_makes_them(moe_model):
+    """Two layers; the base has 4 experts with gate and up [16, 32] and down [32, 16]."""
+    lora = LoraConfig(rank=3, target_modules=("o_proj", "gate_proj", "up_proj", "down_proj"))
+    o_proj, gate_up, down = 3 * (32 + 32), 4 * 3 * (32 + 2 * 16), 4 * 3 * (16 + 32)
+    assert trained_parameters(moe_model, lora) == 2 * (o_proj + gate_up + down)
+    without = LoraConfig(rank=3, target_modules=lora.target_modules, exclude=("layers.0.mlp.experts.down_proj",))
+    assert trained_parameters(moe_model, without) == 2 * (o_proj + gate_up) + down
 
 
 def test_the_experts_of_each_token_count():

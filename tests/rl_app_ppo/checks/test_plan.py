@@ -151,6 +151,11 @@ def test_experts_are_divided_over_replicas(tmp_path):
     found = role_bytes("actor", config, size, on_gpu=True)
     assert (found["weights"], found["gradients"], found["optimizer"]) == (4 * held, 4 * held, 8 * held)
     assert role_bytes("rollout", config, size)["weights"] == 4 * size.weights
+    config = load_config([*options, "lora.rank=2", "lora.target_modules=[o_proj,down_proj]"])
+    size = model_size(tmp_path, config.lora)
+    of_experts = 2 * 8 * 2 * (16 + 32)
+    assert size.trained == 2 * 2 * (16 + 16) + of_experts
+    assert role_bytes("actor", config, size)["optimizer"] == 8 * (size.trained - of_experts * 3 // 4)
 
 
 def test_what_a_role_holds(folder):

@@ -18,6 +18,7 @@ from rl_protocol import ConfigError, SameLength
 from rl_protocol.rl_columns import ROUTED
 from rl_trainer import StepGraph
 from rl_trainer.algorithms.staleness_policy import StalenessPolicy
+from rl_trainer.config.adapter_folder import join_expert_shapes
 from rl_trainer.config.lora import LoraConfig
 from rl_trainer.data.model_families import RoutedLayers
 from rl_trainer.workers.columns import REFERENCE_TOP, TRAINER_SCHEMA
@@ -49,7 +50,9 @@ def trained_parameters(model: Path, lora: LoraConfig) -> int:
     """
     if not lora.rank:
         return parameters(model)
-    return sum(lora.rank * sum(shape) for name, shape in matrices(model).items() if lora.covers(name))
+    shapes = join_expert_shapes(matrices(model))
+    covered = (shape for name, shape in shapes.items() if lora.covers_weight(name))
+    return sum(lora.rank * math.prod(shape[:-2]) * sum(shape[-2:]) for shape in covered)
 
 
 def matrices(model: Path) -> dict[str, Sequence[int]]:

@@ -46,13 +46,12 @@ def model_size(path: Path | None, lora: LoraConfig) -> ModelSize:
     weights = sum(parameter.numel() for parameter in model.parameters())
     linear = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     covered = [module for name, module in linear.items() if lora.rank and lora.covers(name)]
-    adapters = sum(lora.rank * (module.in_features + module.out_features) for module in covered)
-    if lora.rank:
-        shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
-        adapters += sum(
-            lora.rank * math.prod((shapes[name][0], sum(shapes[name][1:])))
-            for name in adapted_experts(shapes.items(), lora)
-        )
+    shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+    expert_adapters = sum(
+        lora.rank * math.prod((shapes[name][0], sum(shapes[name][1:])))
+        for name in (adapted_experts(shapes.items(), lora) if lora.rank else ())
+    )
+    adapters = expert_adapters + sum(lora.rank * (module.in_features + module.out_features) for module in covered)
     output, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     text, decoder = config.get_text_config(), model.get_decoder()
     vision = weights - sum(it.numel() for it in {*decoder.parameters(), *output.parameters()}) if _sees(config) else 0
@@ -70,6 +69,7 @@ def model_size(path: Path | None, lora: LoraConfig) -> ModelSize:
         vocabulary=text.vocab_size,
         chunked=not any(module is output for module in covered) and OutputHead.of(model) is not None,
         activations=lambda tokens, element: _kept_bytes(_shapes(config, _DTYPES[element]), tokens),
+        expert_adapters=expert_adapters,
         experts=sum(weight.numel() for name, weight in model.named_parameters() if _OF_EXPERTS in name),
         vision=vision,
     )

@@ -44,6 +44,7 @@ class ModelSize:
         activations: bytes that the forward pass of a training step keeps for its backward pass,
             without logits, for tokens per pass and bytes per element.
         experts: elements of the weights of experts.
+        expert_adapters: elements of the adapters of experts.
         vision: elements of the weights of the vision tower; they are trained as the others are.
     """
 
@@ -59,6 +60,7 @@ class ModelSize:
     chunked: bool
     activations: Callable[[int, int], int]
     experts: int = 0
+    expert_adapters: int = 0
     vision: int = 0
 
     @property
@@ -112,7 +114,8 @@ def held_size(role: Role, config: AppConfig, size: ModelSize) -> ModelSize:
         return size
     ways = config.engine.expert_model_parallel_size
     held = size.weights - size.experts + size.experts // ways
-    return replace(size, weights=held, trained=held if size.trained == size.weights else size.trained)
+    adapters = size.trained - size.expert_adapters + size.expert_adapters // ways
+    return replace(size, weights=held, trained=held if size.trained == size.weights else adapters)
 
 
 def _trained(config: AppConfig, weights: int, trained: int) -> dict[str, int]:
