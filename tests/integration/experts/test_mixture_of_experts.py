@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from relative import apart
 
 ENGINES = {
     "torch": [],
@@ -17,7 +18,7 @@ ENGINES = {
 def trained(app, moe_model, tmp_path):
     """Train the model for three steps, with more settings; return the finished run."""
 
-    def run(*more):
+    def run(*more, lr=1e-2):
         reward = tmp_path / "evens.py"  # tells responses of an untrained model apart
         body = "return float(sum(letter in '02468' for letter in solution_str))"
         reward.write_text(f"def score(data_source, solution_str, ground_truth, extra_info=None):\n    {body}\n")
@@ -25,7 +26,7 @@ def trained(app, moe_model, tmp_path):
             f"model.path={moe_model}",
             f"reward.function={reward}:score",
             *("--trust", str(reward)),
-            "actor.optim.lr=1e-2",
+            f"actor.optim.lr={lr}",
             "actor.optim.lr_warmup_steps=0",
             "trainer.total_training_steps=3",
             *more,
@@ -58,7 +59,7 @@ def _routers(weights):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["torch", "fsdp"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_adapters_of_experts_are_trained_and_saved_as_peft_reads_them(trained, moe_model, engine):
     import peft
     from safetensors.torch import load_file
@@ -73,3 +74,30 @@ def test_adapters_of_experts_are_trained_and_saved_as_peft_reads_them(trained, m
         AutoModelForCausalLM.from_pretrained(moe_model), done.folder / "checkpoint"
     )
     assert all(adapted.state_dict()[name.replace(".weight", ".default.weight")].equal(saved[name]) for name in experts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+def test_training_starts_from_adapters_of_experts_that_peft_has_saved(trained, moe_model, tmp_path, engine):
+    """Steps that change nothing write the adapter that they started from."""
+    import peft
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    settings = peft.LoraConfig(r=2, lora_alpha=6, use_rslora=True, target_modules=["q_proj"], target_parameters=experts)
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(moe_model), settings)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    model.save_pretrained(str(tmp_path / "start"))
+    lora = f"lora.adapter_path={tmp_path / 'start'}"
+    done = trained(f"model_engine={engine}", *ENGINES[engine], lora, lr=1e-12)
+    first, saved = (
+        load_file(one / "adapter_model.safetensors") for one in (tmp_path / "start", done.folder / "checkpoint")
+    )
+    assert first.keys() == saved.keys()
+    assert all(apart(saved[name], first[name]) < 1e-6 for name in first)

@@ -102,11 +102,11 @@ def test_modules_that_get_no_adapters_are_named(moe_model, tmp_path):
     attention = "lora.target_modules=[q_proj,k_proj,v_proj,o_proj]"
     check(*demo)
     check(*demo, "model_engine=fsdp")
+    check(*demo, "model_engine=megatron")
     for setting, reason in (
-        ("model_engine=megatron", "whose adapters need model_engine=torch or fsdp; got megatron"),
         (
             "torch.param_dtype=bfloat16",
-            "whose adapters need torch.param_dtype=float32 or model_engine=fsdp; got bfloat16",
+            "whose adapters need torch.param_dtype=float32, or another model_engine; got bfloat16",
         ),
         ("lora.dropout=0.1", "for which peft says: lora.ParamWrapper does not work with lora_dropout != 0"),
         ("lora.use_dora=true", "for which peft says: lora.ParamWrapper does not work with use_dora=True"),
@@ -118,8 +118,14 @@ def test_modules_that_get_no_adapters_are_named(moe_model, tmp_path):
             check(*demo, setting)
         check(*demo, setting, attention)
     with pytest.raises(ConfigError, match=r"lora.target_modules names down_proj.*Set lora.rank=0"):
-        check(*demo, "model_engine=megatron", "lora.target_modules=[down_proj]")
+        check(*demo, "model_engine=megatron", "lora.target_modules=[down_proj]", "lora.use_dora=true")
     check(*demo, "model_engine=fsdp", "fsdp.param_dtype=bfloat16")
+    for part in ("lora.target_modules=[q_proj,up_proj]", "lora.exclude=[layers.0.mlp.experts.up_proj]"):
+        with pytest.raises(
+            ConfigError, match=r"lora.target_modules and lora.exclude must take all of gate_proj, up_proj"
+        ):
+            check(*demo, part)
+    check(*demo, "lora.exclude=[layers.0.mlp.experts.down_proj]")
 
 
 def test_router_replay_needs_a_model_with_experts_and_engines_that_have_it(moe_model, tmp_path):

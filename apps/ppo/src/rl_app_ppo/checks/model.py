@@ -21,7 +21,7 @@ from rl_app_ppo.inputs.weight_files import check_weights
 from rl_protocol import ConfigError
 from rl_protocol.support.peft_config import VALUE_HEAD
 from rl_trainer import needs_critic
-from rl_trainer.config.adapter_folder import check_adapter
+from rl_trainer.config.adapter_folder import check_adapter, join_expert_shapes
 from rl_trainer.data.model_families import ROUTED_FAMILIES, why_padded
 from rl_trainer.rewards import parse_terms
 from rl_trainer.rewards.scorer_toml import RewardModelConfig, is_scorer_toml, read_scorer_toml
@@ -179,6 +179,8 @@ def _check_targets(config: AppConfig, path: Path) -> None:
     of_experts = [name for name in targets if name in inside]
     reason = _why_not_experts(config) if of_experts else ""
     if not missing and not reason:
+        for name in join_expert_shapes(matrices(path)):
+            config.lora.covers_weight(name)  # raises if it takes a part of it
         return
     left = [name for name in targets if name in present or (name in inside and not reason)]
     why = "which this model does not have" if missing else f"of experts, {reason}"
@@ -188,10 +190,10 @@ def _check_targets(config: AppConfig, path: Path) -> None:
 
 def _why_not_experts(config: AppConfig) -> str:
     """Why experts get no adapters under these settings; empty: they do."""
-    if not config.backend.adapts_experts:
-        return f"whose adapters need model_engine=torch or fsdp; got {config.model_engine}"
     if config.model_engine == "torch" and config.engine.computes_in != "float32":
-        return f"whose adapters need torch.param_dtype=float32 or model_engine=fsdp; got {config.engine.computes_in}"
+        return (
+            f"whose adapters need torch.param_dtype=float32, or another model_engine; got {config.engine.computes_in}"
+        )
     if config.lora.dropout:
         return "for which peft says: lora.ParamWrapper does not work with lora_dropout != 0"
     if config.lora.use_dora:

@@ -32,7 +32,6 @@ class TrainingBackendSpec:
         packages: distributions that it needs beyond those of the app.
         sum_pi_squared: its policies can compute that column.
         finds_top_tokens: it supports ActorConfig.kl_loss_topk.
-        adapts_experts: it trains adapters of experts.
         averages_weights: it supports AlgorithmConfig.teacher_ema.
         packs_sequences: it can join the sequences of a forward pass.
         images: it trains models that see images.
@@ -54,7 +53,6 @@ class TrainingBackendSpec:
     packages: tuple[str, ...] = ()
     sum_pi_squared: bool = True
     finds_top_tokens: bool = True
-    adapts_experts: bool = True
     averages_weights: bool = True
     packs_sequences: bool = True
     images: bool = False
@@ -109,7 +107,6 @@ TRAINING_BACKENDS: Mapping[str, TrainingBackendSpec] = {
             packages=("rl-megatron-peft", "megatron-core"),
             sum_pi_squared=False,
             finds_top_tokens=False,
-            adapts_experts=False,
             averages_weights=False,
             packs_sequences=False,
             lends_weights=False,
