@@ -100,10 +100,18 @@ def values_of_transformers(folder, batch):
 
 
 @pytest.mark.parametrize(
-    ("family", "kind"), [("llama", "canonical-dora"), ("qwen2", "fused"), ("tied", "whole"), ("even", "whole")]
+    ("family", "kind"),
+    [
+        ("llama", "canonical-dora"),
+        ("qwen2", "fused"),
+        ("tied", "whole"),
+        ("even", "whole"),
+        ("moe", "whole"),
+        ("moe", "fused"),
+    ],
 )
-def test_what_is_written_has_the_same_values_in_transformers(ranks, models, program, tmp_path, family, kind):
-    critic = program.critic_of(models / family, ranks, kind)
+def test_what_is_written_has_the_same_values_in_transformers(ranks, models, moe_model, program, tmp_path, family, kind):
+    critic = program.critic_of(moe_model if family == "moe" else models / family, ranks, kind)
     before = program.values_of(critic)
     for step in range(2):
         critic.update(program.batch_of(6, step))

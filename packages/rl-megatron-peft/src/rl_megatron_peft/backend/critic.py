@@ -89,7 +89,7 @@ class MegatronCriticBackend(MegatronLearner[ValueLoss]):
         return partial(write_model, base=self.path, weights=kept, changes=self._config_changes())
 
     def _config_changes(self) -> dict[str, object]:
-        name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[self.shape.family]
+        name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}[self.shape.family]
         return {
             "architectures": [f"{name}ForTokenClassification"],
             "id2label": {"0": "value"},
