@@ -259,7 +259,7 @@ def test_a_command_of_the_app_resolves(place: str, words: list[str], tmp_path: P
     adapter.mkdir(parents=True)
     (adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8, "lora_alpha": 16}')
     save_file(
-        {f"base_model.model.layers.0.q_proj.lora_{side}.weight": np.zeros((8, 8)) for side in "AB"},
+        {f"base_model.model.layers.0.q_proj.lora_{side}.weight": np.zeros((8, 8), np.float32) for side in "AB"},
         adapter / "adapter_model.safetensors",
     )
     words = [

@@ -16,6 +16,8 @@ from rl_protocol import ConfigError, WorkerError
 
 _REFUSED = 2
 """Exit code of `rl_megatron_peft` for input that it refuses."""
+_KILLED_S = 10.0
+"""Seconds that a killed process has to end."""
 
 
 def initial_adapter(config: AppConfig, files: RunFiles) -> str:
@@ -58,7 +60,8 @@ async def _convert(config: AppConfig, base: Path, target: Path) -> None:
     finally:
         if process.returncode is None:
             process.kill()
-            await process.wait()
+            async with asyncio.timeout(_KILLED_S):
+                await process.wait()
     text = output.decode(errors="replace").strip()
     if process.returncode == _REFUSED:
         raise ConfigError(f"lora.adapter_path={given!r} can't be converted: {text.partition('error: ')[2] or text}")
