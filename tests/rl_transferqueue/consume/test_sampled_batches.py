@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
-from rl_protocol import BatchData, PlaneTimeout, dense
+from rl_protocol import BatchData, KVBatchMeta, PlaneTimeout, dense
 from rl_protocol.errors import CapacityTimeout
 from rl_protocol.ports import DataPlane
 from rl_protocol.testing.memory_data_plane import MemoryDataPlane
@@ -17,6 +17,7 @@ from rl_transferqueue import connect
 from rl_transferqueue.consume.sampled_batches import DrawSettings, draw, draws_of
 from rl_transferqueue.consume.samplers import Groups, LengthBalanced, RankAware, Sequential, WholeGroups
 
+T = TypeVar("T")
 Opener = Callable[[], "AsyncGenerator[DataPlane]"]
 Body = Callable[[Callable[[], Awaitable[DataPlane]]], Awaitable[None]]
 
@@ -190,6 +191,56 @@ def test_a_choice_that_was_stored_is_kept_although_its_answer_is_lost(
             await plane.clear(partition)
 
     run(body)
+
+
+def test_a_draw_that_is_cancelled_at_any_await_loses_no_row_and_no_turn() -> None:
+    class Slow(MemoryDataPlane):
+        """Calls take a while, and some are made although their answers are lost. A claim is not, as
+        the port says."""
+
+        async def put(self, *args: Any, **kwargs: Any) -> KVBatchMeta:
+            return await self._slowly(super().put(*args, **kwargs))
+
+        async def get(self, *args: Any, **kwargs: Any) -> BatchData:
+            return await self._slowly(super().get(*args, **kwargs))
+
+        async def list_rows(self, *args: Any, **kwargs: Any) -> KVBatchMeta:
+            return await self._slowly(super().list_rows(*args, **kwargs))
+
+        async def _slowly(self, call: Coroutine[Any, Any, T]) -> T:
+            try:
+                await asyncio.sleep(0)
+            except BaseException:
+                call.close()
+                raise
+            made = await call
+            await asyncio.sleep(0)
+            return made
+
+    async def cancelled_after(steps: int) -> bool:
+        plane = Slow()
+        await fill(plane, range(4))
+        first, second = (
+            asyncio.ensure_future(draw(plane, Sequential(), wanted(count=2, timeout_s=5.0), turn="0")) for _ in range(2)
+        )
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.wait((first,))
+        (rows,) = await second
+        (following,) = await draw(plane, Sequential(), wanted(count=2, timeout_s=5.0), turn="1")
+        (again,) = await draw(plane, Sequential(), wanted(count=2, timeout_s=5.0), turn="0")
+        assert sorted(rows.keys + following.keys) == ["k0", "k1", "k2", "k3"], steps
+        assert again.keys == rows.keys, steps
+        return first.cancelled()
+
+    async def main() -> None:
+        steps = 0
+        while await cancelled_after(steps):
+            steps += 1
+        assert steps > 5
+
+    asyncio.run(main())
 
 
 def test_another_process_chooses_if_the_first_gives_up(run: Callable[[Body], None]) -> None:

@@ -8,6 +8,7 @@ alone.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -20,6 +21,8 @@ from rl_transferqueue.client.deadline import deadline_after, seconds_until
 from rl_transferqueue.consume.samplers import Sampler
 
 _SHARES = "shares"
+_BY = "by"
+"""Tag of a turn: who is choosing; empty: nobody any more."""
 
 
 def draws_of(partition: str) -> str:
@@ -88,6 +91,7 @@ class _Drawing:
         self._sampler = sampler
         self._settings = settings
         self._on_wait = on_wait
+        self._me = os.urandom(8).hex()
         self._deadline = deadline_after(settings.timeout_s)
 
     async def choose(self) -> list[list[str]]:
@@ -112,7 +116,7 @@ class _Drawing:
         draws, version = draws_of(self._settings.partition), 0
         while True:
             try:
-                await self._plane.put(draws, [turn], tags=[{"turn": turn}], expect=[None])
+                await self._plane.put(draws, [turn], tags=[{"turn": turn, _BY: self._me}], expect=[None])
             except ConflictError:
                 try:
                     made = await self._plane.get(KVBatchMeta(partition=draws, keys=(turn,)), [_SHARES])
@@ -120,22 +124,31 @@ class _Drawing:
                 except MissingDataError:
                     version = await self._wait(draws, version, "another process is choosing", {"turn": turn})
                     continue
+            except BaseException:
+                await self._give_up(turn, [])
+                raise
             shares: list[list[str]] = []
             try:
                 shares = await self.choose()
-                await self._plane.put(draws, [turn], BatchData({_SHARES: ObjectColumn.from_values([shares])}))
+                made = BatchData({_SHARES: ObjectColumn.from_values([shares])})
+                await self._plane.put(draws, [turn], made, tags=[{_BY: ""}])
             except BaseException:
                 await self._give_up(turn, [key for share in shares for key in share])
                 raise
             return shares
 
     async def _give_up(self, turn: str, keys: list[str]) -> None:
-        """Let another process choose, also these rows, unless the choice was stored: its answer may
-        be what is missing, and other processes have read it."""
+        """Let another process choose, also these rows, if this one still has the turn.
+
+        A put without an answer may have been made: then the choice is stored, and others read it.
+        """
         wanted, draws = self._settings, draws_of(self._settings.partition)
-        if not await self._plane.list_rows(draws, where={"turn": turn}, fields=[_SHARES]):
-            await self._plane.clear(draws, [turn])
-            await self._plane.reset_consumption(wanted.partition, task=wanted.task, keys=keys)
+        try:
+            await self._plane.put(draws, [turn], tags=[{_BY: ""}], expect=[{_BY: self._me}])
+        except ConflictError:
+            return
+        await self._plane.clear(draws, [turn])
+        await self._plane.reset_consumption(wanted.partition, task=wanted.task, keys=keys)
 
     async def _wait(self, partition: str, version: int, state: str, where: Mapping[str, Scalar] | None = None) -> int:
         """Wait for a change after `version`; return the new version. Version 0 returns at once."""
