@@ -9,7 +9,7 @@ from rl_app_ppo.config.verl_keys.key_entries import Entry, checked, converted, n
 
 _CURRICULUM = "set data.curriculum to the name of a curriculum that an installed package offers"
 _FUNCTION = "write a reward function and set reward.function=path.py:name"
-_JUDGE = "describe the reward model in a file, reward.function=judge.toml; see the README of rl-trainer"
+_JUDGE = "describe the reward model in a file, reward.function=model.toml (rewards.md of rl-trainer: Services and reward models)"
 _MANAGER = "reward.function and reward.overlong say how responses are scored"
 _LOADING = "it concerns how rows are loaded"
 
