@@ -312,6 +312,18 @@ def test_a_group_is_given_as_a_mapping():
         load_config(["actor.optim={lrr: 1e-3}"])
 
 
+@pytest.mark.parametrize(
+    "text", ["hydra: {searchpath: [x]}\n", "defaults: [_self_]\n", "data: {return_raw_chat: true}\n"]
+)
+def test_a_file_of_verl_is_refused_with_the_command_that_converts_it(text, tmp_path):
+    file = tmp_path / "verl.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match="`rl import-verl` converts a file of verl"):
+        load_config([], file)
+    with pytest.raises(ConfigError, match=r"^Unknown key 'data\.return_raw_chat'.*rows are loaded\. `rl explain`"):
+        load_config(["data.return_raw_chat=true"])
+
+
 def test_a_setting_may_refer_to_another_whatever_sets_that_later():
     resolved = resolve(["data.seed=${trainer.seed}", "trainer.seed=7"])
     assert (resolved.config.data.seed, resolved.settings["data.seed"].value, resolved.changed["data.seed"]) == (7, 7, 7)

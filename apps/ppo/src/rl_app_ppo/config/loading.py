@@ -391,8 +391,11 @@ def _get(node: DictConfig, key: str) -> Any:
 
 def unknown_key(key: str, known: Sequence[str], place: str = "") -> ConfigError:
     """An error with the counterpart of another trainer's key, or else the most similar key."""
-    of_others = describe(key) or describe_other(key)
+    of_verl = describe(key)
+    of_others = of_verl or describe_other(key)
     hint = f" {of_others}" if of_others else nearest_key(key, known)
+    if (of_verl or key.partition(".")[0] in ("hydra", "defaults")) and "--config" in place:
+        hint += " `rl import-verl` converts a file of verl."
     return ConfigError(f"Unknown key {key!r}{place}.{hint} `rl explain` lists all keys.")
 
 
