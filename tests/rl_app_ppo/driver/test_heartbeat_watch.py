@@ -174,6 +174,15 @@ def test_looks_that_fail_are_not_looks_at_a_still_process(caplog):
     assert "No process of gpu-2 (node 10.0.0.2) is watched: no node" in caplog.text
 
 
+def test_a_host_that_is_gone_is_named_once(caplog):
+    async def answer(*_):
+        raise WorkerError("no node")
+
+    hosts = Hosts(answer)
+    watched_until(lambda: len(hosts.looks) > 5, 0.2, [ON_2], [].append, hosts)
+    assert caplog.text.count("No process of gpu-2 (node 10.0.0.2) is watched: no node") == 1
+
+
 async def no_answer(*_):
     await asyncio.Event().wait()
 

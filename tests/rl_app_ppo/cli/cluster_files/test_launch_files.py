@@ -195,6 +195,10 @@ def test_the_commands_for_hosts_that_are_there(capsys, tmp_path):
         (["--launch", "sky", "--gpu-type", "a\nb", PRESET[0]], "--gpu-type must be a name"),
         (["--launch", "kuberay", PRESET[0]], "needs --image"),
         (["--launch", "slurm", "--image", "x", PRESET[0]], "--image has no effect with --launch slurm"),
+        (
+            ["--launch", "slurm", "preset=async-7b-2x8gpu", "checkpoint_engine.backend=shm"],
+            "trainer.nnodes=2, but checkpoint_engine.backend=shm works within one host; set it to tcp",
+        ),
         (["--cpus", "2"], "--cpus needs --launch"),
         (["--launch"], "--launch needs"),
     ],

@@ -86,7 +86,14 @@ def check_hosts(config: AppConfig, *, one_host: bool) -> None:
             f"{several} needs a data plane that processes of other hosts reach; set transfer_queue.listen to an address of this host and its "
             "key, or trainer.nnodes=1."
         )
-    if one_host and config.checkpoint_engine.enabled and not rollout_in_actor(config.placement):
+    check_engine_of_hosts(config, one_host=one_host)
+
+
+def check_engine_of_hosts(config: AppConfig, *, one_host: bool) -> None:
+    """Check that the weight engine reaches all hosts, a part of `check_hosts`."""
+    several = f"trainer.nnodes={config.trainer.nnodes}"
+    sends = config.checkpoint_engine.enabled and not rollout_in_actor(config.placement)
+    if one_host and config.trainer.nnodes > 1 and sends:
         raise ConfigError(
             f"{several}, but checkpoint_engine.backend={config.checkpoint_engine.backend} works within one host; set it to tcp, "
             "whose ends need a key (RL_CKPT_KEY_FILE), or to disk, in a folder that all hosts share, or set trainer.nnodes=1."

@@ -199,7 +199,7 @@ def _answer(arguments: Arguments) -> str | None:
     job_flags = {flag: flags[flag][0] for flag in JOB_FLAGS if flag in flags}
     if "--launch" in flags:
         config = load_config(arguments.overrides, arguments.config_file)
-        return launch_text(flags["--launch"][0], config, arguments.line, job_flags)
+        return launch_text(flags["--launch"][0], config, arguments.line, job_flags, load_policy())
     if job_flags:
         raise ConfigError(f"{next(iter(job_flags))} needs --launch, whose file it is for.")
     return shown_yaml(load_config(arguments.overrides, arguments.config_file)) if "--cfg" in flags else None

@@ -282,7 +282,7 @@ def _launch_file(
     trusted = [word for file in trust or () for word in ("--trust", str(file))]
     line = (*(("--config", str(config)) if config else ()), *trusted, *(words or ()))
     with trusting(words, trust, _err()):
-        _print(launch_text(kind, load_config(words or (), config), line, flags))
+        _print(launch_text(kind, load_config(words or (), config), line, flags, load_policy()))
 
 
 @_command("import-verl", rich_help_panel=BEFORE)

@@ -13,6 +13,10 @@ def plain(error: BaseException) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Why a process has ended: the first and the last line of Ray's error."""
+    """Why a process has ended: the first and the last line of Ray's error, each with a full stop.
+
+    >>> reason_of(RuntimeError("The actor died.\\n\\tactor_id: 1\\n its node received SIGTERM"))
+    'The actor died. its node received SIGTERM.'
+    """
     lines = [line.strip() for line in plain(error).splitlines() if line.strip()]
-    return f"{lines[0]} {lines[-1]}" if len(lines) > 1 else " ".join(lines)
+    return " ".join(line if line.endswith(".") else f"{line}." for line in dict.fromkeys([*lines[:1], *lines[-1:]]))

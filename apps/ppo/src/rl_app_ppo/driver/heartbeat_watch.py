@@ -74,6 +74,8 @@ class _Watch:
         self._hung = hung
         self._say = say
         self._stillness = Stillness(LOOKS)
+        self._silent: dict[OtherHost | None, str] = {}
+        """Hosts whose last look failed, and why."""
 
     async def run(self, processes: Callable[[], Iterable[Watched]]) -> None:
         """Look at all hosts, again and again; at each only after it has answered the last look."""
@@ -95,10 +97,17 @@ class _Watch:
                     count = counts.get(one.pid)
                     if count is not None and self._stillness.look(f"{host} {one.file}", count):
                         await self._kill(one)
+            self._silent.pop(host, None)
         except TimeoutError:
-            logger.warning("No process of %s is watched: no answer within %g s", host, self._heartbeat_s)
+            self._warn(host, f"no answer within {self._heartbeat_s:g} s")
         except WorkerError as error:
-            logger.warning("No process of %s is watched: %s", host, error)
+            self._warn(host, str(error))
+
+    def _warn(self, host: OtherHost | None, why: str) -> None:
+        """Say that a host is not watched, once for each reason in a row."""
+        if self._silent.get(host) != why:
+            self._silent[host] = why
+            logger.warning("No process of %s is watched: %s", host, why)
 
     async def _kill(self, one: Watched) -> None:
         self._hung.add(one, self._heartbeat_s)  # calls of the process may fail before the kill has returned

@@ -10,10 +10,13 @@ from typing import Any
 
 import yaml
 
+from rl_app_ppo.checks.facts import Facts
+from rl_app_ppo.checks.machine import check_engine_of_hosts
 from rl_app_ppo.cli.cluster_files.cluster_job import AWAIT_HEAD, ClusterJob
 from rl_app_ppo.cli.cluster_files.sbatch import sbatch
 from rl_app_ppo.config.loading import algorithm_label
 from rl_app_ppo.config.schema import AppConfig
+from rl_ckpt_engine import PluginPolicy
 from rl_protocol import ConfigError
 
 JOB_FLAGS: Mapping[str, str] = {
@@ -31,7 +34,9 @@ _SKY_GPUS = ("A100-80GB", "H100", "H200")
 _PORT = 6379
 
 
-def launch_text(kind: str, config: AppConfig, words: Sequence[str], flags: Mapping[str, str]) -> str:
+def launch_text(
+    kind: str, config: AppConfig, words: Sequence[str], flags: Mapping[str, str], plugins: PluginPolicy
+) -> str:
     """The file or commands that start a run on a cluster.
 
     Args:
@@ -39,9 +44,11 @@ def launch_text(kind: str, config: AppConfig, words: Sequence[str], flags: Mappi
         config: the configuration of the run.
         words: the command line of the run: overrides, and `--config FILE`.
         flags: flag of `JOB_FLAGS` -> its argument.
+        plugins: which plug-ins of the weight synchronization the operator allows.
 
     Raises:
-        ConfigError: an unknown kind, or a value that does not fit; names the flag or key.
+        ConfigError: an unknown kind, a value that does not fit, or a weight engine that can't be
+            loaded or does not reach all hosts; names the flag or key.
     """
     if kind not in KINDS:
         raise ConfigError(f"--launch must be one of {', '.join(KINDS)}; got {kind!r}.")
@@ -53,6 +60,7 @@ def launch_text(kind: str, config: AppConfig, words: Sequence[str], flags: Mappi
         raise ConfigError(
             f"--launch needs the GPUs of each host; got trainer.n_gpus_per_node={gpus}. Set their number, or 0 for a run on CPUs."
         )
+    check_engine_of_hosts(config, one_host=Facts(config, plugins).sync.capabilities.same_host_only)
     extras = filter(None, (config.backend.extra, config.generator.extra(lambda: gpus)[0]))
     job = ClusterJob(
         name=_job_name(config.trainer.run_name) or f"rl-{algorithm_label(config)}",
