@@ -444,7 +444,8 @@ def test_two_schemas_of_lora_that_are_both_on_lose_one(convert):
 # -- Megatron
 def test_router_replay_is_ours(accepted):
     actor = "actor_rollout_ref.actor.strategy=megatron actor_rollout_ref.actor.megatron.router_replay.mode=R3"
-    config = accepted(f"{actor} actor_rollout_ref.rollout.enable_rollout_routing_replay=True")
+    rollout = "actor_rollout_ref.rollout.name=hf actor_rollout_ref.rollout.enable_rollout_routing_replay=True"
+    config = accepted(f"{actor} {rollout}")
     assert config.algorithm.router_replay == "R3"
 
 
