@@ -449,6 +449,21 @@ def test_prompts_are_looked_up_however_they_are_given() -> None:
     asyncio.run(main())
 
 
+def test_prompts_that_join_while_a_take_waits_count() -> None:
+    async def main() -> None:
+        plane, uids = MemoryDataPlane(), {"a"}
+        async with ReplayBuffer(plane, "p", CONFIG) as buffer:
+            await buffer.add(["a", "b"], 1)
+            leases = {lease.uid: lease for lease in await buffer.lease(2, version=0, timeout_s=60)}
+            taking = asyncio.create_task(buffer.take(1, version=0, timeout_s=60, uids=uids))
+            await asyncio.sleep(0)
+            uids.add("b")
+            await settle_all(plane, leases["b"])
+            assert (await taking).tag_values("uid") == ["b"]
+
+    asyncio.run(main())
+
+
 def test_a_lost_plane_ends_every_wait() -> None:
     async def main(plane: LocalPlane) -> None:
         async with await connect(plane.descriptor) as client, ReplayBuffer(client, "p", CONFIG) as buffer:

@@ -103,12 +103,11 @@ class ReplayBuffer:
 
     async def pending(self, uids: Collection[str], *, timeout_s: float) -> list[str]:
         """Wait until some of these prompts are pending; see the port."""
-        wanted = frozenset(uids)
         return await self._until(
-            lambda: self._book.pending(wanted) or None,
+            lambda: self._book.pending(frozenset(uids)) or None,
             lambda _: [],
             _as_is,
-            f"no prompt of {len(wanted)} is pending",
+            f"no prompt of {len(uids)} is pending",
             timeout_s,
         )
 
@@ -116,9 +115,8 @@ class ReplayBuffer:
         self, count: int, *, version: int, timeout_s: float, uids: Collection[str] | None = None
     ) -> list[Lease]:
         """Lease up to `count` prompts to roll out with policy `version`; see the port."""
-        wanted = None if uids is None else frozenset(uids)
         return await self._until(
-            lambda: self._book.start(count, version, self._clock(), wanted) or None,
+            lambda: self._book.start(count, version, self._clock(), _as_set(uids)) or None,
             lambda leases: [lease.uid for lease in leases],
             _as_is,
             f"no prompt of {count} may start",
@@ -130,9 +128,8 @@ class ReplayBuffer:
     ) -> KVBatchMeta:
         """Take the `count` oldest finished groups to train policy `version`; see the port."""
         self._book.check_take(count, version)
-        wanted = None if uids is None else frozenset(uids)
         return await self._until(
-            lambda: self._book.take(count, max(version, self._book.version), wanted),
+            lambda: self._book.take(count, max(version, self._book.version), _as_set(uids)),
             lambda taken: [group.uid for group in taken],
             self._rows_of,
             f"fewer than {count} groups can be taken",
@@ -325,6 +322,11 @@ class ReplayBuffer:
 
 async def _as_is(result: T) -> T:
     return result
+
+
+def _as_set(uids: Collection[str] | None) -> Collection[str] | None:
+    """As they are now: a caller may add to them while it waits."""
+    return None if uids is None else frozenset(uids)
 
 
 @dataclass(frozen=True, slots=True)
