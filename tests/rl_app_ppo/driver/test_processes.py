@@ -29,7 +29,7 @@ class Start:
         monkeypatch.setattr(processes, "_local_plane", self._local_plane)
 
     async def run(self) -> None:
-        plan: Any = SimpleNamespace(config=load_config([]), fork_server=None)
+        plan: Any = SimpleNamespace(config=load_config([]), files=None, fork_server=None)
         async with AsyncExitStack() as stack:
             await start_processes(plan, stack, SimpleNamespace(), Startup(lambda _: None))  # pyright: ignore[reportArgumentType]
 
