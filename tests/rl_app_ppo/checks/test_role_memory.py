@@ -145,3 +145,11 @@ def test_what_the_allocator_of_the_cpu_keeps_between_updates(settings, gradients
     config = load_config(["model_engine=torch", "actor.ppo_max_token_len=16", *settings])
     layer = 600 * 16 * (2 if "torch.param_dtype=bfloat16" in settings else 4) // 3
     assert role_bytes("actor", config, size)["allocator"] == gradients + layer + (80 << 20)
+
+
+@pytest.mark.parametrize(("placement", "base"), [("fused", 0), ("separate", 4 * 10_000_000)])
+def test_a_critic_with_adapters_has_no_base_in_the_process_of_the_actor(placement, base):
+    config = load_config(["algorithm=ppo", "lora.rank=1", "critic.use_lora=true", f"placement={placement}"])
+    size = size_of(trained=50_000, outside=1_000_000, vocabulary=8)
+    assert role_bytes("critic", config, size)["weights"] == base + 4 * 50_000
+    assert role_bytes("actor", config, size)["weights"] == 4 * 10_000_000 + 4 * 50_000

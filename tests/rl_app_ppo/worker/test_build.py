@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
 
 import rl_transferqueue
@@ -42,6 +43,7 @@ def built(base_model, monkeypatch):
 
     def run(body, *overrides, roles=ROLES, **sent):
         config = load_config([f"model.path={base_model}", "placement=fused", *overrides])
+        clients.clear()
 
         async def with_workers():
             call = BuildCall(
@@ -69,20 +71,24 @@ def parts(workers):
     return actor._backend, ref._backend, rollout._engine
 
 
+ONES = [np.ones(4)] * 4
+GIVEN = BatchData(
+    {
+        "prompts": ragged([[2, 3]] * 4, "int64"),
+        "responses": ragged([[4, 5, 6, 7]] * 4, "int64"),
+        "response_mask": ragged([[True] * 4] * 4, "bool"),
+        "old_log_probs": ragged([-one for one in ONES], "float32"),
+        "ref_log_prob": ragged([-one for one in ONES], "float32"),
+        "advantages": ragged(ONES, "float32"),
+        "values": ragged([0 * one for one in ONES], "float32"),
+        "returns": ragged(ONES, "float32"),
+    }
+)
+
+
 def train(policy):
     """One update of the policy, which changes its parameters in place."""
-    ones = [np.ones(4)] * 4
-    batch = BatchData(
-        {
-            "prompts": ragged([[2, 3]] * 4, "int64"),
-            "responses": ragged([[4, 5, 6, 7]] * 4, "int64"),
-            "response_mask": ragged([[True] * 4] * 4, "bool"),
-            "old_log_probs": ragged([-one for one in ones], "float32"),
-            "ref_log_prob": ragged([-one for one in ones], "float32"),
-            "advantages": ragged(ones, "float32"),
-        }
-    )
-    policy.update_local(batch, [[0, 1, 2, 3]], temperature=1.0)
+    policy.update_local(GIVEN, [[0, 1, 2, 3]], temperature=1.0)
 
 
 def test_the_rollout_generates_with_the_actors_own_memory_before_and_after_a_sync(built):
@@ -164,6 +170,56 @@ def test_a_rollout_that_can_not_share_has_its_own_weights(built, base_model, ove
             np.testing.assert_array_equal(held.numpy(), saved[name])
 
     built(body, override)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_policy_and_critic_have_adapters_on_one_base(built, base_model, dtype):
+    """The critic computes and learns what it does on a base of its own."""
+    found = []
+
+    async def body(workers):
+        critic = workers["critic"][0]._backend
+        learnt = [
+            critic.compute_values(GIVEN),
+            critic.update_local(GIVEN, [[0, 1, 2, 3]]),
+            critic.compute_values(GIVEN),
+        ]
+        found.append((learnt[0].ragged("values").values, learnt[1], learnt[2].ragged("values").values))
+        frozen = {name: weight for name, weight in critic._model.named_parameters() if not weight.requires_grad}
+        assert {weight.dtype for weight in frozen.values()} == {getattr(torch, dtype)}
+        if "actor" not in workers:
+            return
+        policy = workers["actor"][0]._backend
+        base, first = policy.base_weights(), load_file(base_model / "model.safetensors")
+        for name, weight in frozen.items():
+            whole = base[name.replace("body", "model").replace(".base_layer", "")]
+            assert weight.data_ptr() == whole.data_ptr(), name
+        for name, weight in base.items():
+            assert name not in first or weight.equal(torch.from_numpy(first[name]).to(weight.dtype)), name
+        train(policy)
+
+    options = ["algorithm=ppo", "critic.use_lora=true", "lora.rank=2", f"torch.param_dtype={dtype}"]
+    options += ["critic.optim.lr=1e-2", "critic.optim.lr_warmup_steps=0"]
+    for roles in (("actor", "critic"), ("critic",)):
+        built(body, *options, roles=roles)
+    (before, metrics, after), (alone_before, alone_metrics, alone_after) = found
+    assert np.array_equal(before, alone_before)
+    assert np.array_equal(after, alone_after)
+    assert metrics == alone_metrics
+    assert not np.array_equal(before, after)
+
+
+@pytest.mark.parametrize(("dtype", "shares"), [("bfloat16", True), ("float32", False)])
+def test_a_rollout_shares_a_base_in_bfloat16_if_it_generates_in_it(built, dtype, shares):
+    async def body(workers):
+        policy, engine = workers["actor"][0]._backend, workers["rollout"][0]._engine
+        base, held = set(places(policy._model).values()), places(engine._model)
+        merged = {f"{name}.weight" for name in engine._merged._base}
+        shared = {name for name, place in held.items() if place in base}
+        assert shared == (held.keys() - merged if shares else set())
+
+    options = ("lora.rank=4", "torch.param_dtype=bfloat16", f"rollout.dtype={dtype}")
+    built(body, *options, roles=("actor", "rollout"))
 
 
 def test_an_adapter_of_the_critic_that_can_not_be_read_is_named_with_its_key(built, tmp_path):

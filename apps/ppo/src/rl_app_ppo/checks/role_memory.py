@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from rl_app_ppo.config.placement import Role, shares_base, shares_weights
+from rl_app_ppo.config.placement import Role, critic_shares_base, shares_base, shares_weights
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.demo.settings import ModelSettings
 from rl_rollout_vllm import CPU_KV_CACHE
@@ -81,7 +81,8 @@ def lasting_bytes(role: Role, config: AppConfig, weights: int, trained: int, *, 
     match role:
         case "actor" | "critic":
             adapters = role == "actor" or config.critic.use_lora
-            return _trained(config, weights, trained if adapters else weights)
+            held = 0 if role == "critic" and critic_shares_base(config) else weights
+            return _trained(config, held, trained if adapters else weights)
         case "ref":
             return {"weights": _weights(config, weights, 0)}
         case "rollout":

@@ -140,6 +140,13 @@ def shares_base(config: AppConfig) -> bool:
     return rollout_in_actor(config.placement) and config.sends_adapters and lends
 
 
+def critic_shares_base(config: AppConfig) -> bool:
+    """Whether the critic's adapters change the actor's own base weights, without a copy."""
+    together = any({"actor", "critic"} <= set(group) for group in parse_placement(config.placement))
+    adapters = config.critic.use_lora and config.lora.rank > 0
+    return together and adapters and config.backend.lends_base
+
+
 def worker_groups(config: AppConfig) -> tuple[WorkerGroup, ...]:
     """The worker groups of a run; that of the actor is the first."""
     used: list[Role] = [role for role in ROLES if _used(role, config)]

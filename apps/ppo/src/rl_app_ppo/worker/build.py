@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -14,7 +13,7 @@ import msgspec
 from rl_app_ppo.config.full_keys import adapter_errors
 from rl_app_ppo.config.loading import from_yaml
 from rl_app_ppo.config.model_path import read_json
-from rl_app_ppo.config.placement import Role, rollout_in_actor, shares_base, shares_weights
+from rl_app_ppo.config.placement import Role, critic_shares_base, rollout_in_actor, shares_base, shares_weights
 from rl_app_ppo.config.rollout_engines import RolloutSetup
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.config.training_backends import TrainingBackendSpec
@@ -56,6 +55,7 @@ from rl_transferqueue import PlaneDescriptor, connect
 
 if TYPE_CHECKING:
     from rl_trainer.backends.parallel_strategy import ParallelStrategy
+    from rl_trainer.backends.torch_critic import TorchCriticBackend
 
 
 class TrainedPolicy(PolicyBackend, AdapterSource, Protocol):
@@ -254,7 +254,7 @@ def build_torch(
 
     del meeting  # it has one rank
     options = config.engine_as(TorchConfig)
-    return train_with(PlainStrategy(options, device_of(options.device)), config, call, plane, columns)
+    return _TrainedRoles(PlainStrategy(options, device_of(options.device)), config, call, plane, columns)
 
 
 def build_fsdp(
@@ -271,62 +271,101 @@ def build_fsdp(
         timeout_s=config.trainer.stage_timeout_s,
         join_timeout_s=join_timeout_s(config),
     )
-    return train_with(FsdpStrategy(options, world), config, call, plane, columns)
+    return _TrainedRoles(FsdpStrategy(options, world), config, call, plane, columns)
 
 
-def train_with(
-    strategy: ParallelStrategy, config: AppConfig, call: BuildCall, plane: DataPlane, columns: StepColumns
-) -> Build:
-    """Builds the roles on torch models that the strategy places."""
-    return partial(_trained, config, call, plane, columns, strategy)
+class _TrainedRoles:
+    """Builds the roles of a process on torch models that the strategy places, the actor last."""
 
+    def __init__(
+        self,
+        strategy: ParallelStrategy,
+        config: AppConfig,
+        call: BuildCall,
+        plane: DataPlane,
+        columns: StepColumns,
+    ) -> None:
+        self._strategy = strategy
+        self._config = config
+        self._call = call
+        self._plane = plane
+        self._columns = columns
+        self._critic: TorchCriticBackend | None = None
 
-def _trained(
-    config: AppConfig,
-    call: BuildCall,
-    plane: DataPlane,
-    columns: StepColumns,
-    strategy: ParallelStrategy,
-    role: Role,
-    generator: RolloutEngine | None,
-) -> Built:
-    """The worker of a trained role; `generator` is the rollout engine in this process, if any."""
-    from rl_trainer.backends.snapshot import seed_generators  # torch: the reward process needs none
-    from rl_trainer.backends.torch_critic import TorchCriticBackend
-    from rl_trainer.backends.torch_policy import PolicyOptions, TorchPolicyBackend
+    def __call__(self, role: Role, generator: RolloutEngine | None) -> Built:
+        """The worker of a trained role; `generator` is the rollout engine of this process, or
+        None."""
+        from rl_trainer.backends.snapshot import seed_generators  # torch: the reward process needs none
 
-    path, temperature = Path(call.model_path), config.rollout.temperature
-    n, seed, top = config.rollout.n, config.trainer.seed, config.actor.kl_loss_topk
-    seed_generators(seed, call.rank, TRAINED.index(role))
-    if role == "critic":
+        seed_generators(self._config.trainer.seed, self._call.rank, TRAINED.index(role))
+        match role:
+            case "critic":
+                return self._build_critic(), None
+            case "ref":
+                return self._build_reference(), None
+            case _:
+                return self._build_actor(generator)
+
+    def _build_critic(self) -> CriticWorker:
+        from rl_trainer.backends.torch_critic import TorchCriticBackend
+
+        config, call = self._config, self._call
         adapters = replace(config.lora, adapter_path=call.critic_adapter_path) if config.critic.use_lora else None
         with adapter_errors("critic.adapter_path"):
-            critic = TorchCriticBackend(path, config.critic, lora=adapters, rollout_n=n, seed=seed, strategy=strategy)
-        return CriticWorker(plane, columns, critic), None
-    if role == "ref":
-        options = PolicyOptions(frozen=True, top=top)
-        reference = TorchPolicyBackend(call.reference_path or path, config.actor, strategy=strategy, options=options)
-        return ReferenceWorker(plane, columns, reference, temperature), None
-    policy = TorchPolicyBackend(
-        path,
-        config.actor,
-        lora=replace(config.lora, adapter_path=call.adapter_path),
-        rollout_n=n,
-        seed=seed,
-        strategy=strategy,
-        options=PolicyOptions(
-            correction=loss_correction(config.algorithm),
-            sum_pi_squared=needs_sum_pi_squared(config.algorithm),
-            top=top,
-            replays_experts=config.algorithm.router_replay != "disabled",
-            records_experts=config.algorithm.router_replay == "R2",
-            teacher_ema=config.algorithm.teacher_ema,
-        ),
-    )
-    if shares_base(config) and isinstance(generator, SharesBase):
-        generator.share_base(policy.base_weights())
-    itself = config.algorithm.teacher_is_policy
-    return ActorWorker(plane, columns, policy, temperature, teacher_is_policy=itself), sender_of(config, call, policy)
+            self._critic = TorchCriticBackend(
+                Path(call.model_path),
+                config.critic,
+                lora=adapters,
+                rollout_n=config.rollout.n,
+                seed=config.trainer.seed,
+                strategy=self._strategy,
+            )
+        return CriticWorker(self._plane, self._columns, self._critic)
+
+    def _build_reference(self) -> ReferenceWorker:
+        from rl_trainer.backends.torch_policy import PolicyOptions, TorchPolicyBackend
+
+        config, call = self._config, self._call
+        reference = TorchPolicyBackend(
+            call.reference_path or call.model_path,
+            config.actor,
+            strategy=self._strategy,
+            options=PolicyOptions(frozen=True, top=config.actor.kl_loss_topk),
+        )
+        return ReferenceWorker(self._plane, self._columns, reference, config.rollout.temperature)
+
+    def _build_actor(self, generator: RolloutEngine | None) -> Built:
+        from rl_trainer.backends.torch_policy import PolicyOptions, TorchPolicyBackend
+
+        config, call = self._config, self._call
+        policy = TorchPolicyBackend(
+            call.model_path,
+            config.actor,
+            lora=replace(config.lora, adapter_path=call.adapter_path),
+            rollout_n=config.rollout.n,
+            seed=config.trainer.seed,
+            strategy=self._strategy,
+            options=PolicyOptions(
+                correction=loss_correction(config.algorithm),
+                sum_pi_squared=needs_sum_pi_squared(config.algorithm),
+                top=config.actor.kl_loss_topk,
+                replays_experts=config.algorithm.router_replay != "disabled",
+                records_experts=config.algorithm.router_replay == "R2",
+                teacher_ema=config.algorithm.teacher_ema,
+            ),
+        )
+        if shares_base(config) and isinstance(generator, SharesBase):
+            generator.share_base(policy.base_weights())
+        if self._critic is not None and critic_shares_base(config):
+            self._critic.share_base(policy.base_weights())
+        worker = ActorWorker(
+            self._plane,
+            self._columns,
+            policy,
+            config.rollout.temperature,
+            teacher_is_policy=config.algorithm.teacher_is_policy,
+        )
+        return worker, sender_of(config, call, policy)
 
 
 def weight_engine(config: AppConfig, call: BuildCall) -> CheckpointEngine:

@@ -58,6 +58,18 @@ def attach_to_critic(body: Any, prefix: str, head: torch.nn.Linear, config: Lora
     body.eval()
 
 
+def share_base_of(body: Any, prefix: str, base: Mapping[str, torch.Tensor]) -> None:
+    """Let the frozen weights of a body that `attach_to_critic` has changed be the memory of `base`.
+
+    Args:
+        body, prefix: as given to `attach_to_critic`.
+        base: equal weights, by their checkpoint's names; they never change.
+    """
+    for name, weight in body.named_parameters():
+        if not weight.requires_grad:
+            weight.data = base[f"{prefix}{plain_name(name)}"]
+
+
 def _load(adapted: Any, config: LoraConfig, prefix: str = "", head: torch.nn.Linear | None = None) -> None:
     """Replace the weights of the adapters, and of a value head, by those of a PEFT folder, as
     float32.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rl_protocol import BatchData
+from rl_protocol import BatchData, ConfigError
 from rl_trainer.algorithms.batching import schedule_rows
 from rl_trainer.algorithms.losses.aggregate import BatchCounts
 from rl_trainer.algorithms.losses.value_loss import ValueObjective, value_fit
@@ -32,6 +32,8 @@ class ValueModel(torch.nn.Module):
         self.facts = Facts.of(language_model)
         self.layers = layer_names(language_model)
         self.body = language_model.base_model
+        self.prefix = f"{language_model.base_model_prefix}."
+        """Of the names of the body's weights in its whole model."""
         self.head = torch.nn.Linear(self.facts.hidden_size, 1)
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
@@ -79,8 +81,7 @@ class TorchCriticBackend:
         if self._lora is not None:
             from rl_trainer.backends.peft_lora import attach_to_critic  # needs the extra `lora`
 
-            prefix = f"{language_model.base_model_prefix}."
-            attach_to_critic(self._model.body, prefix, self._model.head, self._lora, seed)
+            attach_to_critic(self._model.body, self._model.prefix, self._model.head, self._lora, seed)
         self._strategy.prepare(self._model, self._model.layers, unread)
         self._schedule = config.schedule(rollout_n, seed)
         self._objective = ValueObjective(config)
@@ -90,6 +91,22 @@ class TorchCriticBackend:
             self._model, config.optim, ForwardPasses.of(world, config), offload=self._strategy.optimizer_offload
         )
         self._updates = 0
+
+    def share_base(self, base: Mapping[str, torch.Tensor]) -> None:
+        """Use the frozen weights of a policy with adapters in this process, instead of copies.
+
+        Args:
+            base: `TorchPolicyBackend.base_weights` of a policy from the same folder, with the same
+                PlainStrategy.
+
+        Raises:
+            ConfigError: the critic has no adapters, so its weights change.
+        """
+        if self._lora is None:
+            raise ConfigError("Without LoRA (LoraConfig.rank=0) the critic has no frozen weights to share.")
+        from rl_trainer.backends.peft_lora import share_base_of  # needs the extra `lora`
+
+        share_base_of(self._model.body, self._model.prefix, base)
 
     def compute_values(self, batch: BatchData) -> BatchData:
         return per_token(batch, self._forward, ["values"], lambda part: [self._model(self._tokens(part))])
