@@ -34,9 +34,9 @@ KINDS = {
 class WholeStrategy(FsdpStrategy):
     """Reads all weights on each rank."""
 
-    def load(self, path, *, packed, whole=False):
+    def load(self, path, *, packed, whole=False, frozen=False):
         del whole
-        return super().load(path, packed=packed, whole=True)
+        return super().load(path, packed=packed, whole=True, frozen=frozen)
 
 
 def tensors(backend) -> dict[str, torch.Tensor]:
