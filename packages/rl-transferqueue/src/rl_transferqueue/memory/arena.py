@@ -73,7 +73,12 @@ class EnteredPages:
                     mapping.madvise(_MADV_POPULATE_READ, chunk * _CHUNK, _CHUNK)
 
 
-_mappings: weakref.WeakValueDictionary[tuple[ProcessId, int, bool], mmap.mmap] = weakref.WeakValueDictionary()
+_mappings: weakref.WeakValueDictionary[tuple[int, int, bool], mmap.mmap] = weakref.WeakValueDictionary()
+"""Device and inode of the memory, and whether it is writable -> its mapping.
+
+File descriptors would not do: a plane in this process that follows another one can have memory of
+the same number, while rows of the first are still read.
+"""
 
 
 def map_arena(unit: UnitAddress, *, writable: bool) -> mmap.mmap:
@@ -94,9 +99,6 @@ def map_memory(process: ProcessId, number: int, nbytes: int, *, writable: bool) 
         PlaneLostError: the process is gone.
         DataPlaneError: this process may not open its memory.
     """
-    mapping = _mappings.get((process, number, writable))
-    if mapping is not None:
-        return mapping
     try:
         path = memory_path(process.pid, number)
         fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
@@ -108,10 +110,14 @@ def map_memory(process: ProcessId, number: int, nbytes: int, *, writable: bool) 
             "started the plane, in the same pid namespace."
         ) from error
     try:
-        mapping = mmap.mmap(fd, nbytes, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
+        memory = os.fstat(fd)
+        key = (memory.st_dev, memory.st_ino, writable)
+        mapping = _mappings.get(key)
+        if mapping is None:
+            mapping = mmap.mmap(fd, nbytes, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
+            _mappings[key] = mapping
     except (ValueError, OSError) as error:
         raise DataPlaneError(f"{path} can't be mapped with {nbytes} bytes: {error}.") from error
     finally:
         os.close(fd)
-    _mappings[(process, number, writable)] = mapping
     return mapping
