@@ -256,7 +256,7 @@ def test_a_store_that_fails_fails_its_call_alone(installed: Path) -> None:
 
 # --------------------------------------------------------------------------------
 # The memory backend
-def test_a_plane_in_memory_starts_no_process_and_ends_with_its_threads() -> None:
+def test_a_plane_in_memory_starts_no_process_and_ends_with_its_threads(caplog: pytest.LogCaptureFixture) -> None:
     descriptors: list[int] = []
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     had = set(children.read_text().split())  # a child of an earlier test may still end
@@ -282,6 +282,7 @@ def test_a_plane_in_memory_starts_no_process_and_ends_with_its_threads() -> None
             assert time.monotonic() < deadline, (count, descriptors)
             time.sleep(0.02)
         descriptors.append(count)
+    assert not caplog.messages
 
 
 # --------------------------------------------------------------------------------

@@ -25,26 +25,38 @@ class ServerThreads:
 
     def __init__(self, plane: str, controller: ControllerSpec, units: Sequence[UnitSpec]) -> None:
         self._plane = plane
-        self._threads: list[threading.Thread] = []
-        ended, self._alive = os.pipe()
-        add_lifeline(plane, ended)
+        self._controller, self._units = _Threads(), _Threads()
+        add_lifeline(plane, self._controller.ended)
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
-            told = [self._start(spec, ended) for spec in (controller, *units)]
+            told = [self._controller.start(controller), *(self._units.start(unit) for unit in units)]
             self.ready = [_said(said) for said in told]
             """What each server reports."""
             undo.pop_all()
 
     def close(self) -> None:
-        """End all servers; safe to call twice."""
-        ended = pop_lifeline(self._plane)
-        if ended is not None:
-            os.close(self._alive)
-            for thread in self._threads:
-                thread.join(_JOIN_S)
-            os.close(ended)
+        """End all servers, the controller first, which would report units that end as lost; safe
+        to call twice."""
+        if pop_lifeline(self._plane) is not None:
+            self._controller.end()
+            self._units.end()
 
-    def _start(self, spec: ControllerSpec | UnitSpec, ended: int) -> queue.SimpleQueue[Ready | RLError]:
+
+class _Threads:
+    """Servers that end together."""
+
+    def __init__(self) -> None:
+        self._threads: list[threading.Thread] = []
+        self.ended, self._alive = os.pipe()
+        """`ended` becomes readable when they are to end."""
+
+    def end(self) -> None:
+        os.close(self._alive)
+        for thread in self._threads:
+            thread.join(_JOIN_S)
+        os.close(self.ended)
+
+    def start(self, spec: ControllerSpec | UnitSpec) -> queue.SimpleQueue[Ready | RLError]:
         from rl_transferqueue.launch.server_process import build, listen, ready
 
         role = build(spec)
@@ -52,7 +64,7 @@ class ServerThreads:
         said: queue.SimpleQueue[Ready | RLError] = queue.SimpleQueue()
 
         def serve() -> None:
-            role.reactor.watch(ended, role.reactor.stop)
+            role.reactor.watch(self.ended, role.reactor.stop)
             role.when_ready(lambda: said.put(ready(role, endpoints)))
             try:
                 role.reactor.run()
