@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rl_app_ppo.config.full_keys import with_full_keys
 from rl_app_ppo.config.loading import options
+from rl_app_ppo.config.other_trainers import describe_other
 from rl_app_ppo.config.presets import ALGORITHM, PRESET, algorithms, presets
 from rl_app_ppo.config.rollout_engines import ROLLOUT_ENGINES
 from rl_app_ppo.outputs.metric_sinks import CONSOLE, SINKS
@@ -81,10 +82,16 @@ def dashed_setting(words: Iterable[str]) -> str:
 
     >>> dashed_setting(["algorithm=grpo", "--rollout.n=4"])
     'Settings have no dashes: write rollout.n=4 in place of --rollout.n=4.'
+    >>> dashed_setting(["--top_p=1"])
+    'Settings have no dashes; got --top_p=1. It is a key of TRL; here it is rollout.top_p.'
     """
     keys = {option.key for option in options()}
     for word in words:
         key, _, value = word.removeprefix("--").partition("=")
-        if word.startswith("--") and key in keys:
+        if not word.startswith("--"):
+            continue
+        if key in keys:
             return f"Settings have no dashes: write {key}={value or 'VALUE'} in place of {word}."
+        if hint := describe_other(key.replace("-", "_")):
+            return f"Settings have no dashes; got {word}. {hint}"
     return ""
