@@ -9,9 +9,11 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from forked import forked
 
 from rl_app_ppo.outputs import run_folder
 from rl_app_ppo.outputs.metrics_file import JSONLSink
@@ -164,6 +166,14 @@ def test_a_reader_that_holds_the_lock_for_a_moment_does_not_keep_a_run_out(tmp_p
             assert len(waits) == 1
             assert not is_free(tmp_path)
     assert is_free(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*")
+def test_a_run_that_has_ended_leaves_its_folder_free_while_a_forked_process_lives(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        with occupied(tmp_path):
+            stack.enter_context(forked())
+        assert is_free(tmp_path)
 
 
 def test_who_names_no_run_reads_which_runs_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

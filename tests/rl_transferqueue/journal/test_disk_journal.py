@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from forked import forked
 from journal_model import SEGMENT_BYTES as SEGMENT
 from journal_model import opened, recovered
 from lossy_disk import LossyDisk
@@ -367,6 +368,15 @@ def test_a_second_process_and_network_file_systems_are_refused(tmp_path: Path) -
         pass
     mounts = "1 0 0:1 / / rw - ext4 x rw\n2 1 0:2 / /a rw - nfs4 h:/x rw"
     assert [file_system_of(Path(it), mounts) for it in ("/a", "/a/b", "/ab")] == ["nfs4", "nfs4", "ext4"]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*")
+def test_a_journal_that_was_closed_is_free_while_a_forked_process_lives(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        with open_journal(tmp_path):
+            stack.enter_context(forked())
+        with open_journal(tmp_path):
+            pass
 
 
 def test_names_of_the_folders_above_are_synced_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

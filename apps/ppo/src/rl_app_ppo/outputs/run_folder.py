@@ -171,6 +171,8 @@ def occupied(folder: Path) -> Generator[None]:
         remove_partial(folder)
         yield
     finally:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_UN)  # a forked process would keep it with its file descriptor
         os.close(lock)
 
 

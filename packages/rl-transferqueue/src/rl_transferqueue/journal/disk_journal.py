@@ -274,6 +274,7 @@ def open_journal(
             yield journal
         finally:
             journal.close()
+            fcntl.flock(lock, fcntl.LOCK_UN)  # a forked process would keep it with its file descriptor
     finally:
         os.close(lock)
 
