@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from forked import forked
 from network_helpers import MIB, rows_of
 
 from rl_protocol import CapacityTimeout, ConfigError, DataPlaneError, PlaneLostError
@@ -283,6 +285,21 @@ def test_a_plane_in_memory_starts_no_process_and_ends_with_its_threads(caplog: p
             time.sleep(0.02)
         descriptors.append(count)
     assert not caplog.messages
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*")
+def test_a_plane_in_memory_ends_while_a_forked_process_lives(tmp_path: Path) -> None:
+    """The process has the pipe by which the servers are ended, and the lock of the journal."""
+    journal = str(tmp_path / "journal")
+    config = TransferQueueConfig(backend="memory", capacity_mb=8, durability="commit", journal_dir=journal)
+    threads = set(threading.enumerate())
+    plane = start_local_plane(config)
+    servers = set(threading.enumerate()) - threads
+    assert servers
+    with forked():
+        plane.close()
+        assert not [thread for thread in servers if thread.is_alive()]
+        start_local_plane(config).close()
 
 
 # --------------------------------------------------------------------------------

@@ -47,13 +47,15 @@ class _Threads:
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
-        self.ended, self._alive = os.pipe()
-        """`ended` becomes readable when they are to end."""
+        self.ended, self._end = os.pipe()
+        """`ended` becomes readable when they are to end: by a byte, as a forked process keeps the
+        pipe open."""
 
     def end(self) -> None:
-        os.close(self._alive)
+        os.write(self._end, b"\0")
         for thread in self._threads:
             thread.join(_JOIN_S)
+        os.close(self._end)
         os.close(self.ended)
 
     def start(self, spec: ControllerSpec | UnitSpec) -> queue.SimpleQueue[Ready | RLError]:
