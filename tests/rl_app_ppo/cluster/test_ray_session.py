@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import platform
 import threading
 from functools import partial
@@ -31,6 +32,13 @@ def test_a_ray_that_would_listen_on_all_interfaces_is_refused(monkeypatch: pytes
     check_ray_is_free(RayConfig(address="auto"))  # the cluster decides
     monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", False)
     check_ray_is_free(RayConfig())
+
+
+def test_a_token_of_the_caller_is_back_after_the_run(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(ray_session.TOKEN_PATH, "mine")
+    with ray_session.private_folder() as folder:
+        assert os.environ[ray_session.TOKEN_PATH] == str(folder.with_name("token"))
+    assert os.environ[ray_session.TOKEN_PATH] == "mine"
 
 
 def _init(done: threading.Event, **_settings: object) -> None:

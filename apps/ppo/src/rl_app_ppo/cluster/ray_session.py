@@ -45,11 +45,8 @@ def private_folder() -> Generator[Path]:
         token = folder / "token"
         with os.fdopen(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(_token())
-        os.environ[TOKEN_PATH] = str(token)
-        try:
+        with environment({TOKEN_PATH: str(token)}):
             yield folder / "ray"
-        finally:
-            del os.environ[TOKEN_PATH]
 
 
 @cache
