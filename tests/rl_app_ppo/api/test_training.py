@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import warnings
 from io import StringIO
 from types import FunctionType, SimpleNamespace
 
@@ -86,6 +87,18 @@ def test_a_run_that_fails_has_the_reason_in_its_log(launch, tmp_path):
         "ERROR rl_app_ppo.api.attempts: the run failed: actor died"
         in (tmp_path / "out" / "a" / "logs" / "driver.log").read_text()
     )
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_caller_who_logs_warnings_does_so_after_a_run(launch, captured):
+    logging.captureWarnings(captured)
+    try:
+        before = warnings.showwarning
+        with pytest.raises(WorkerError):
+            launch(WorkerError("actor died"))
+        assert warnings.showwarning is before
+    finally:
+        logging.captureWarnings(False)
 
 
 def interrupted(launch, tmp_path, after=lambda files: None, *overrides):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import warnings
 from collections.abc import Generator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
@@ -150,7 +151,9 @@ def _logged(path: Path) -> Generator[None]:
         other.setLevel(max(level, before))
     root.addHandler(handler)
     root.setLevel(logging.INFO)
+    shown = warnings.showwarning
     logging.captureWarnings(capture=True)
+    captured = warnings.showwarning is shown
     try:
         yield
     except RLError as error:
@@ -160,7 +163,7 @@ def _logged(path: Path) -> Generator[None]:
         logger.info("the run was interrupted")
         raise
     finally:
-        logging.captureWarnings(capture=False)
+        logging.captureWarnings(capture=captured)
         root.removeHandler(handler)
         root.setLevel(before)
         for other, level in theirs:
