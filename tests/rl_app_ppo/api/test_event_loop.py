@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 
 import pytest
+from polling import until_async
 
 from rl_app_ppo.api import event_loop
 from rl_app_ppo.api.event_loop import interrupts_deferred, run_interruptibly
@@ -38,6 +41,24 @@ async def interrupted(cleaned_up: list[str]) -> None:
         await asyncio.sleep(0)
         cleaned_up.append(threading.current_thread().name)
         raise
+
+
+def run_in_a_notebook(cell: Callable[[], None]) -> None:
+    """Call it in a running event loop that does not handle Ctrl-C, as asyncio.run would."""
+    raised = Future[None]()
+
+    def call() -> None:
+        try:
+            raised.set_result(cell())
+        except BaseException as error:
+            raised.set_exception(error)
+
+    loop = asyncio.new_event_loop()
+    loop.call_soon(call)
+    loop.call_soon(loop.stop)
+    loop.run_forever()
+    loop.close()
+    raised.result()
 
 
 def test_it_returns_the_result():
@@ -99,13 +120,35 @@ def test_ctrl_c_in_a_notebook_cancels_the_coroutine_and_waits_for_its_clean_up()
         with pytest.raises(KeyboardInterrupt):
             run_interruptibly(interrupted(cleaned_up), lambda: said.append(list(cleaned_up)))
 
-    loop = asyncio.new_event_loop()  # asyncio.run would handle Ctrl-C itself; the loop of a notebook does not
-    loop.call_soon(cell)
-    loop.call_soon(loop.stop)
-    loop.run_forever()
-    loop.close()
+    run_in_a_notebook(cell)
     assert [name.startswith("rl-app-ppo") for name in cleaned_up] == [True]
     assert said == [[]]
+
+
+def test_a_second_ctrl_c_in_a_notebook_does_not_interrupt_the_clean_up(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO)
+    left, cleaned_up = threading.Event(), list[str]()
+
+    async def arrived() -> bool:
+        return "ending already" in caplog.messages or left.is_set()
+
+    async def interrupted_again() -> None:
+        try:
+            await interrupted([])
+        except asyncio.CancelledError:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            await until_async(arrived, "the second Ctrl-C arrives")
+            cleaned_up.append("done")
+            raise
+
+    def cell() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            run_interruptibly(interrupted_again())
+        left.set()
+        assert cleaned_up == ["done"]
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    run_in_a_notebook(cell)
 
 
 def test_ctrl_c_as_the_coroutine_of_a_notebook_ends_is_no_other_error(monkeypatch: pytest.MonkeyPatch):

@@ -65,11 +65,19 @@ def _run_in_thread(work: Coroutine[Any, Any, T], interrupted: Callable[[], None]
                 pass
             return running.result()
         except KeyboardInterrupt:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGINT, _ignore)
             interrupted()
             loop, task = started.result()
             with suppress(RuntimeError):  # the coroutine has just ended, and its loop is closed
                 loop.call_soon_threadsafe(task.cancel)
             raise  # leaving the pool waits until the coroutine has cleaned up
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """A later Ctrl-C, which must not interrupt the clean-up; see `_cancelled_by_signals`."""
+    del number, frame
+    logger.info("ending already")
 
 
 @contextmanager
