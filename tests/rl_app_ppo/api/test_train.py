@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,28 @@ def test_without_arguments_it_is_the_demo(launched):
 def test_settings_have_the_spelling_of_the_command_line(launched, options, settings):
     train(options=options, **settings)
     assert launched[0][0] == load_config(["algorithm=ppo", "rollout.n=4", "trainer.logger=console,wandb"])
+
+
+def test_a_second_run_at_the_same_time_is_refused(launched, monkeypatch: pytest.MonkeyPatch):
+    starts, ends = threading.Event(), threading.Event()
+
+    def launch(*arguments: object) -> None:
+        launched.append(arguments)
+        starts.set()
+        assert ends.wait(60)
+
+    monkeypatch.setattr(sys.modules["rl_app_ppo.api.train"], "launch", launch)
+    first = threading.Thread(target=train)
+    first.start()
+    try:
+        assert starts.wait(60)
+        with pytest.raises(ConfigError, match=r"in another thread .* Wait for its end"):
+            train()
+    finally:
+        ends.set()
+        first.join(60)
+    train()
+    assert len(launched) == 2
 
 
 def test_objects_become_paths_in_the_cache(launched, tmp_path: Path):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,15 +77,38 @@ def train(
         **settings: more settings, which win over `options`: `algorithm="ppo", rollout={"n": 8}`.
 
     Raises:
-        ConfigError: an argument or a setting is wrong; names it. No process has started.
+        ConfigError: an argument or a setting is wrong, and named; or another thread of this process
+            trains. No process has started.
         OutputError: a folder can't be written.
         RLError: the run failed; its processes have ended.
         KeyboardInterrupt: it was interrupted; its processes have ended.
     """
     arguments = _Arguments(model, tokenizer, train_dataset, val_dataset, reward, reward_weights)
-    with quiet_libraries() if quiet else nullcontext():
+    with _alone(), quiet_libraries() if quiet else nullcontext():
         allowed = given_files(map(Path, trust), "trust")
         return _train(arguments, _layers(options, settings), allowed, RunConsole(highlight=False, quiet=quiet))
+
+
+_running: dict[int, object] = {}
+"""This process -> its run; a fork has none."""
+
+
+@contextmanager
+def _alone() -> Generator[None]:
+    """Be the only run of this process: runs share its environment, its logging and Ray.
+
+    Raises:
+        ConfigError: there is another one, in another thread.
+    """
+    me = object()
+    if _running.setdefault(os.getpid(), me) is not me:
+        raise ConfigError(
+            "train() runs in another thread of this process already. Wait for its end, or call train() in another process."
+        )
+    try:
+        yield
+    finally:
+        del _running[os.getpid()]
 
 
 def _train(arguments: _Arguments, layers: Sequence[Source], trusted: Mapping[str, str], out: Console) -> TrainResult:
