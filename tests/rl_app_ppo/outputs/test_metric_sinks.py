@@ -203,6 +203,20 @@ def test_wandb_has_tables_of_samples(tmp_path, monkeypatch):
     assert [dict(zip(table["columns"], row, strict=True)) for row in table["data"]] == [CELLS]
 
 
+def test_a_wandb_run_of_the_caller_stays_active(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    mine = wandb.init(project="mine", dir=str(tmp_path), settings=wandb.Settings(silent=True, console="off"))
+    try:
+        sink = WandbSink(RunFacts(folder=tmp_path, config={}))
+        sink.log(1, {"a": 1.0})
+        sink.close()
+        assert wandb.run is mine
+        mine.log({"b": 1.0})
+    finally:
+        mine.finish()
+
+
 def test_mlflow_records_into_files_and_resumes_its_run(tmp_path, monkeypatch, caplog):
     """MLflow's own reader finds the logged values; characters it does not allow are replaced."""
     pytest.importorskip("mlflow")

@@ -92,7 +92,8 @@ class WandbSink:
             dir=str(facts.folder),
             config=dict(facts.config),
             mode=os.environ.get("WANDB_MODE", "offline"),  # pyright: ignore[reportArgumentType]: checked by wandb
-            settings=wandb.Settings(silent=True, console="off"),
+            # one that the caller of `train()` has stays the active one
+            settings=wandb.Settings(silent=True, console="off", reinit="create_new"),
         )
         self._table: Any = wandb.Table
         self._step = 0
