@@ -1,9 +1,11 @@
-"""A forked process that lives as long as a block, and keeps the files of this one open."""
+"""Forked processes: one that calls a function, and one that keeps the files of this one open."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+import select
+import signal
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 
@@ -21,4 +23,25 @@ def forked() -> Generator[None]:
         yield
     finally:
         os.close(ends)
+        os.waitpid(child, 0)
+
+
+def in_a_fork(work: Callable[[], object]) -> str:
+    """Run `work` in a forked process; return its error or result as text."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            said = repr(work())
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(writing, said.encode())
+        os._exit(0)
+    os.close(writing)
+    try:
+        assert select.select([reading], [], [], 60)[0], "the forked process hangs"
+        return os.read(reading, 4096).decode()
+    finally:
+        os.close(reading)
+        os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

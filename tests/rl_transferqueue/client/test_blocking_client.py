@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import pickle
-import select
-import signal
 import subprocess
 import sys
 import threading
@@ -17,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forked import in_a_fork
 
 from rl_protocol import BatchData, MissingDataError, PlaneTimeout, dense
 from rl_protocol.testing.memory_data_plane import MemoryDataPlane
@@ -134,27 +132,6 @@ def test_closing_a_portal_does_not_wait_for_a_call_that_ignores_cancellation(mon
     own.close()
     assert asked.is_set()
     assert not any(thread is own._thread for thread in threading.enumerate())
-
-
-def in_a_fork(work: Callable[[], object]) -> str:
-    """Run `work` in a forked process; return its error or result as text."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            said = repr(work())
-        except BaseException as error:
-            said = f"{type(error).__name__}: {error}"
-        os.write(writing, said.encode())
-        os._exit(0)
-    os.close(writing)
-    try:
-        assert select.select([reading], [], [], 60)[0], "the forked process hangs"
-        return os.read(reading, 4096).decode()
-    finally:
-        os.close(reading)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
 
 
 AFTER_FORK = "PlaneLostError: A client of the data plane does not survive a fork; connect again in this process."

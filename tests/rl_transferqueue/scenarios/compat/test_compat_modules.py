@@ -7,12 +7,14 @@ import importlib.util
 import os
 import random
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import in_a_fork
 from tensordict import NonTensorStack, TensorDict
 
 import rl_transferqueue.compat as tq
@@ -112,6 +114,31 @@ def test_init_gives_up_on_a_plane_that_does_not_answer(
         os.kill(controller, signal.SIGCONT)
     tq.init(SMALL)
     assert tq.get_client() is plane
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*")
+def test_a_fork_during_init_does_not_wait_for_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(lifecycle.PLANE_VARIABLE, raising=False)
+    starts, ends = threading.Event(), threading.Event()
+
+    def start(*_: object) -> None:
+        starts.set()
+        assert ends.wait(60)
+        raise PlaneTimeout("enough")
+
+    def init() -> None:
+        with pytest.raises(PlaneTimeout, match="enough"):
+            tq.init()
+
+    monkeypatch.setattr(lifecycle, "_start", start)
+    thread = threading.Thread(target=init)
+    thread.start()
+    try:
+        assert starts.wait(60)
+        assert in_a_fork(tq.get_client).startswith("NotInitializedError: There is no plane")
+    finally:
+        ends.set()
+        thread.join(60)
 
 
 def test_rows_are_numbered_from_0(plane: tq.TransferQueueClient) -> None:

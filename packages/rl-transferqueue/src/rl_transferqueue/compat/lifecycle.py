@@ -88,6 +88,8 @@ class _Process:
 
     def __init__(self) -> None:
         self.pid = os.getpid()
+        self.lock = threading.RLock()
+        """A fork has its own, as it could find that of its parent taken for ever."""
         self.client: TransferQueueClient | None = None
         self.plane: contextlib.ExitStack | None = None
         """Closes the plane that this process started."""
@@ -96,7 +98,6 @@ class _Process:
         self.sampler: BaseSampler | None = None
 
 
-_lock = threading.RLock()
 _processes: dict[int, _Process] = {}
 
 
@@ -127,8 +128,8 @@ def init(conf: Any = None) -> Conf:
     """
     merged = _merge(_DEFAULTS, conf if conf is not None else {})
     deadline = deadline_after(_plane_config(merged).timeout_s)
-    with _lock:
-        here = _here()
+    here = _here()
+    with here.lock:
         _drop_dead(here, deadline)
         here.sampler = _own_sampler(merged) or here.sampler
         if here.client is None and not _attach(here, deadline):
@@ -152,7 +153,7 @@ def get_client() -> TransferQueueClient:
     """
     here = _here()
     if here.client is None:
-        with _lock:
+        with here.lock:
             if here.client is None and not _attach(here, deadline_after(_ATTACH_S)):
                 raise NotInitializedError(
                     f"There is no plane: call init() first. A process that is not a child of the one that called init() "
@@ -165,7 +166,7 @@ def get_client() -> TransferQueueClient:
 def get_metrics_endpoint() -> str | None:
     """host:port of the plane's Prometheus endpoint; None without a plane or `metrics.enabled`."""
     here = _here()
-    with _lock:
+    with here.lock:
         if here.client is None:
             _attach(here, deadline_after(_ATTACH_S))
     return here.metrics_endpoint or None
@@ -176,8 +177,8 @@ def close() -> None:
 
     In the process that started the plane it ends the plane, and its data is lost.
     """
-    with _lock:
-        here = _here()
+    here = _here()
+    with here.lock:
         client, plane, notice = here.client, here.plane, here.notice
         here.client = here.plane = here.notice = here.sampler = None
         here.metrics_endpoint = ""
