@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from trust import trust
 
 from rl_protocol import ConfigError
 from rl_trainer import ActorConfig, AlgorithmConfig, build_graph
@@ -125,6 +126,18 @@ def test_an_unknown_name_is_refused_with_the_nearest(registry_, wrong, right):
 def test_a_file_without_the_name_of_an_object_is_refused_with_the_form():
     with pytest.raises(ConfigError, match=r"adv_estimator='my/mean\.py' names a file; .* as in my/mean\.py:NAME"):
         ADVANTAGE_ESTIMATORS.get("my/mean.py")
+
+
+def test_a_relative_path_is_the_file_in_the_working_folder(tmp_path, monkeypatch):
+    for place in ("a", "b"):
+        file = tmp_path / place / "mine.py"
+        file.parent.mkdir()
+        file.write_text(f"from types import SimpleNamespace\nMINE = SimpleNamespace(place={place!r})\n")
+        trust(file)
+    registry = Registry("Config.part", "no_group", SimpleNamespace, {}, {})
+    for place in ("a", "b"):
+        monkeypatch.chdir(tmp_path / place)
+        assert registry.get("mine.py:MINE").place == place
 
 
 def test_a_registry_without_names_tells_how_to_register_one(install_plugins):

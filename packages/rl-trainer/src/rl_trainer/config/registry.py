@@ -10,6 +10,7 @@ import functools
 import os
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from rl_protocol import ConfigError
@@ -47,7 +48,8 @@ class Registry(Generic[T]):
         self._elsewhere = dict(elsewhere)
         self._loaded: dict[EntryPoint, T] = {}
         self._files: dict[tuple[str, str], T] = {}
-        """(`path.py:name`, what the user allowed) -> object; a changed file has another key."""
+        """(`path.py:name` in full, what the user allowed) -> object; a changed file has another
+        key."""
 
     def names(self) -> list[str]:
         """All names, built-in ones first."""
@@ -99,7 +101,7 @@ class Registry(Generic[T]):
         return self._loaded[entry]
 
     def _load_file(self, name: str) -> T:
-        allowed = (name, os.environ.get(FILES, ""))
+        allowed = (str(Path(name).expanduser().absolute()), os.environ.get(FILES, ""))
         if allowed not in self._files:
             self._files[allowed] = self._checked(name, name, load_object(name, self._key))
         return self._files[allowed]
