@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import struct
 import sys
 import threading
 import time
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -261,6 +263,27 @@ def test_mlflow_has_tables_of_samples(tmp_path, monkeypatch):
     (tag,) = tmp_path.glob("mlflow/*/*/tags/mlflow.loggedArtifacts")
     listed = json.loads(tag.read_text())
     assert (len(listed), listed[-1]) == (50, {"path": "samples/000059.json", "type": "table"})
+
+
+def test_a_run_says_that_trackio_writes_into_the_folder_of_an_earlier_one(tmp_path, monkeypatch, caplog):
+    monkeypatch.delenv("TRACKIO_DIR", raising=False)
+    chosen = []
+
+    class Utils:
+        @property
+        def TRACKIO_DIR(self) -> Path:
+            chosen.append(Path(os.environ["TRACKIO_DIR"]))
+            return chosen[0]
+
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "trackio.run", SimpleNamespace(Run=lambda **_: None))
+    monkeypatch.setitem(sys.modules, "trackio.table", SimpleNamespace(Table=None))
+    monkeypatch.setitem(sys.modules, "trackio.utils", Utils())
+    for name in ("first", "second"):
+        TrackioSink(RunFacts(folder=tmp_path / name, config={}))
+    assert chosen == [tmp_path / "first" / "trackio", tmp_path / "second" / "trackio"]
+    (message,) = caplog.messages
+    assert message.startswith(f"trackio writes to {chosen[0]}, not to {chosen[1]}: ")
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import re
@@ -15,6 +16,8 @@ from typing import Any
 from rl_app_ppo.outputs.run_folder import writing
 from rl_app_ppo.outputs.sample_tables import COLUMNS, SampleTable
 
+logger = logging.getLogger(__name__)
+_TRACKIO_DIR = "TRACKIO_DIR"
 SAMPLES = "samples"
 """Name of the tables of trajectories."""
 LISTED_TABLES = 50
@@ -170,14 +173,28 @@ class TrackioSink:
     """MetricSink: trackio.
 
     Writes a database in the run folder (or TRACKIO_DIR) for `trackio show`, never over the network.
-    Reuses a run with the same name.
+    Reuses a run with the same name. trackio chooses its folder when it is imported, so that a later
+    run of this process writes into that of the first one, with a warning.
     """
 
     def __init__(self, facts: RunFacts) -> None:
-        os.environ.setdefault("TRACKIO_DIR", str(facts.folder / "trackio"))  # read when it is imported
-        from trackio.run import Run  # pyright: ignore[reportMissingImports]: an extra that is in no default group
-        from trackio.table import Table  # pyright: ignore[reportMissingImports]: as above
-
+        given, wanted = os.environ.get(_TRACKIO_DIR), facts.folder / "trackio"
+        os.environ[_TRACKIO_DIR] = given or str(wanted)
+        try:
+            from trackio.run import Run  # pyright: ignore[reportMissingImports]: an extra that is in no default group
+            from trackio.table import Table  # pyright: ignore[reportMissingImports]: as above
+            from trackio.utils import TRACKIO_DIR  # pyright: ignore[reportMissingImports]: as above
+        finally:
+            if not given:
+                del os.environ[_TRACKIO_DIR]
+        if Path(given or wanted) != TRACKIO_DIR:
+            logger.warning(
+                "trackio writes to %s, not to %s: it was imported before in this process, where it chose its folder. Train in another "
+                "process, or set %s for all runs before the first one.",
+                TRACKIO_DIR,
+                given or wanted,
+                _TRACKIO_DIR,
+            )
         self._table: Any = Table
         self._run: Any = Run(  # trackio.init prints, and looks for servers in the environment
             url=None,
