@@ -65,6 +65,16 @@ def test_a_start_that_was_interrupted_can_be_repeated_and_keeps_its_files(launch
     assert {path.name for path in folder.iterdir()} == {"attempts", "config.yaml", "logs", "record"}
 
 
+def test_each_run_asks_the_servers_of_tools_again(launch, monkeypatch):
+    done = []
+    monkeypatch.setattr(training, "forget_servers", lambda: done.append("forgotten"))
+    monkeypatch.setattr(training, "preflight", lambda facts: done.append("checked") or [])
+    for _ in range(2):
+        with pytest.raises(ConfigError):
+            launch(ConfigError("no such reward"))
+    assert done == ["forgotten", "checked"] * 2
+
+
 def test_a_folder_that_was_there_stays(launch, tmp_path):
     (tmp_path / "out" / "a").mkdir(parents=True)
     (tmp_path / "out" / "a" / "mine").write_text("x")

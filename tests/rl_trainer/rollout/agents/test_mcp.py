@@ -19,7 +19,8 @@ from rl_trainer import PromptRow
 from rl_trainer.config import AgentConfig, Limits, MCPConfig
 from rl_trainer.rollout.agents import Answer, Call, described
 from rl_trainer.rollout.agents.environment import Environment
-from rl_trainer.rollout.agents.mcp import read_servers
+from rl_trainer.rollout.agents.mcp import connection, forget_servers, read_servers
+from rl_trainer.rollout.agents.mcp.connection import ListedTool
 from rl_trainer.rollout.agents.mcp.tools import mcp_tools
 from rl_trainer.rollout.agents.named import configured_agent
 
@@ -230,6 +231,22 @@ def test_a_server_that_does_not_start_is_named_with_its_last_words(tmp_path, mon
     closed = AgentConfig(mcp=MCPConfig(servers=write(tmp_path, monkeypatch, a={"url": "http://127.0.0.1:9/mcp"})))
     with pytest.raises(ConfigError, match=r"The MCP server a \(http://127\.0\.0\.1:9/mcp\) can't be used"):
         configured_agent(closed, "")
+
+
+def test_a_server_is_asked_for_its_tools_once_for_each_run(tmp_path, monkeypatch):
+    lists = [[ListedTool("old", "", {})], [ListedTool("new", "", {})]]
+
+    async def listed(server, timeout_s):
+        return lists.pop(0)
+
+    monkeypatch.setattr(connection, "list_tools", listed)
+    config = AgentConfig(mcp=MCPConfig(servers=write(tmp_path, monkeypatch, a={"url": "http://127.0.0.1:9/mcp"})))
+    for name in ("old", "new"):
+        forget_servers()
+        for _ in range(2):
+            (tool,) = mcp_tools(config)
+            assert described(tool.make())["function"]["name"] == name
+    forget_servers()
 
 
 def test_tools_that_no_server_has_are_refused(tmp_path, monkeypatch):

@@ -33,6 +33,7 @@ from rl_app_ppo.report.page import write_report
 from rl_ckpt_engine import PluginPolicy
 from rl_protocol import ConfigError, RLError
 from rl_trainer.checkpoints.checkpoint_folder import step_of
+from rl_trainer.rollout.agents.mcp import forget_servers
 from rl_transferqueue.journal.disk_journal import remove_journal
 
 
@@ -54,6 +55,7 @@ def run_training(
             other failure is in its log.
     """
     with startup.phase("preflight", "checking configuration and data"):
+        forget_servers()
         facts = Facts(config, plugins)
         warnings = preflight(facts)
         start, folder = facts.start, facts.folder

@@ -75,8 +75,8 @@ def mcp_tools(config: AgentConfig) -> list[ToolKind]:
 def server_tools(servers: Sequence[ServerEntry], config: AgentConfig) -> list[ToolKind]:
     """The tools of these servers.
 
-    Each server is connected to once, to list its tools. A process that calls them connects again,
-    once, and keeps the connection for all sessions.
+    Each server is connected to once until `forget_servers`, to list its tools. A process that calls
+    them connects again, once, and keeps the connection for all sessions.
 
     Args:
         servers: the servers, whose file is not read again.
@@ -102,6 +102,12 @@ def server_tools(servers: Sequence[ServerEntry], config: AgentConfig) -> list[To
             f"MCPConfig.tools must be tools of the servers, which have {', '.join(kinds)}; got {', '.join(missing)}."
         )
     return [kind for name, kind in kinds.items() if not wanted.tools or name in wanted.tools]
+
+
+def forget_servers() -> None:
+    """Connect to servers again where their tools are asked for next: a process that makes several
+    runs does so before each, as the tools may have changed."""
+    _listed.cache_clear()
 
 
 @functools.cache
