@@ -125,6 +125,17 @@ def test_ctrl_c_in_a_notebook_cancels_the_coroutine_and_waits_for_its_clean_up()
     assert said == [[]]
 
 
+def test_ctrl_c_cancels_the_coroutine_in_a_function_that_asyncio_runs():
+    cleaned_up = list[str]()
+
+    async def program() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            run_interruptibly(interrupted(cleaned_up))
+
+    asyncio.run(program())
+    assert len(cleaned_up) == 1
+
+
 def test_a_second_ctrl_c_in_a_notebook_does_not_interrupt_the_clean_up(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO)
     left, cleaned_up = threading.Event(), list[str]()

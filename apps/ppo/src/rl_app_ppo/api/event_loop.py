@@ -58,14 +58,17 @@ def _run_in_thread(work: Coroutine[Any, Any, T], interrupted: Callable[[], None]
         started.set_result((asyncio.get_running_loop(), task))
         return await task
 
+    main = threading.current_thread() is threading.main_thread()
     with _handlers_restored(), ThreadPoolExecutor(max_workers=1, thread_name_prefix="rl-app-ppo") as pool:
         running = pool.submit(asyncio.run, cancellable())
         try:
+            if main and callable(signal.getsignal(signal.SIGINT)):  # that of asyncio.run only cancels its task
+                signal.signal(signal.SIGINT, signal.default_int_handler)
             while not wait((running,), _LOOK_S).done:
                 pass
             return running.result()
         except KeyboardInterrupt:
-            if threading.current_thread() is threading.main_thread():
+            if main:
                 signal.signal(signal.SIGINT, _ignore)
             interrupted()
             loop, task = started.result()
