@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from forked import in_a_fork
 from rl_protocol import BatchData, MissingDataError, PlaneTimeout, dense
 from rl_protocol.testing.memory_data_plane import MemoryDataPlane
 from rl_transferqueue import BlockingPlane, LocalPlane, Portal, connect, connect_blocking, portal
+from rl_transferqueue.client import blocking_client
 
 
 def test_every_method_works_without_async(plane: LocalPlane) -> None:
@@ -132,6 +134,28 @@ def test_closing_a_portal_does_not_wait_for_a_call_that_ignores_cancellation(mon
     own.close()
     assert asked.is_set()
     assert not any(thread is own._thread for thread in threading.enumerate())
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*")
+def test_a_fork_while_another_thread_starts_the_portal_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    process, starts, ends = os.getpid(), threading.Event(), threading.Event()
+
+    def start() -> str:
+        if os.getpid() == process:
+            starts.set()
+            assert ends.wait(60)
+        return f"portal of {os.getpid() == process}"
+
+    monkeypatch.setattr(blocking_client, "Portal", start)
+    monkeypatch.setattr(blocking_client, "_portals", {})
+    thread = threading.Thread(target=portal)
+    thread.start()
+    try:
+        assert starts.wait(60)
+        assert in_a_fork(portal) == "'portal of False'"
+    finally:
+        ends.set()
+        thread.join(60)
 
 
 AFTER_FORK = "PlaneLostError: A client of the data plane does not survive a fork; connect again in this process."

@@ -96,13 +96,14 @@ async def _cancel_all() -> None:
 
 
 _portals: dict[int, Portal] = {}
-_lock = threading.Lock()
+_locks: dict[int, threading.Lock] = {}
+"""One for each process, as a fork could find a lock taken for ever."""
 
 
 def portal() -> Portal:
     """The portal of this process, started by the first call."""
-    with _lock:
-        pid = os.getpid()
+    pid = os.getpid()
+    with _locks.setdefault(pid, threading.Lock()):
         if pid not in _portals:
             _portals[pid] = Portal()
         return _portals[pid]

@@ -24,7 +24,8 @@ class HeaderCache(Generic[V]):
 
     The cache has two halves. New results go to the new half; a result of the old half moves to the
     new one when it is used. When the new half is full it becomes the old one, whose results are
-    dropped. A result larger than a half is not kept.
+    dropped. A result larger than a half is not kept, and none while another thread keeps one: no
+    caller waits, as a forked process may find the lock taken for ever.
     """
 
     def __init__(self, make: Callable[[bytes], V], most_bytes: int = MOST_BYTES) -> None:
@@ -47,14 +48,21 @@ class HeaderCache(Generic[V]):
         if value is None:
             value = self._make(packed)
         nbytes = _PER_PACKED_BYTE * (len(packed) + _PER_PACKED_BYTE)
-        with self._lock:
-            if nbytes <= self._most_bytes and packed not in self._new:
-                if self._new_bytes + nbytes > self._most_bytes:
-                    self._new, self._old, self._new_bytes = {}, self._new, 0
-                self._old.pop(packed, None)
-                self._new[packed] = value
-                self._new_bytes += nbytes
+        if nbytes <= self._most_bytes and self._lock.acquire(blocking=False):
+            try:
+                self._keep(packed, value, nbytes)
+            finally:
+                self._lock.release()
         return value
+
+    def _keep(self, packed: bytes, value: V, nbytes: int) -> None:
+        if packed in self._new:
+            return
+        if self._new_bytes + nbytes > self._most_bytes:
+            self._new, self._old, self._new_bytes = {}, self._new, 0
+        self._old.pop(packed, None)
+        self._new[packed] = value
+        self._new_bytes += nbytes
 
 
 unpack_header = HeaderCache[Header](_decoder.decode)
