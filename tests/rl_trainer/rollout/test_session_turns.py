@@ -367,6 +367,53 @@ def test_an_engine_that_fails_ends_all_sessions(error, message):
         asyncio.run(body())
 
 
+class Slow(Echo):
+    """An engine that answers once it is released."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked, self.released = asyncio.Event(), asyncio.Event()
+
+    async def generate(self, requests, params):
+        self.asked.set()
+        await self.released.wait()
+        return await super().generate(requests, params)
+
+
+@pytest.mark.parametrize("sent", [False, True], ids=["before it is sent", "while it is generated"])
+def test_a_session_that_cancels_its_request_does_not_hold_up_the_others(sent):
+    engine, cancelled = Slow(), asyncio.Event()
+
+    async def run(row, generate):
+        name = row.prompt_ids[-1]
+        if name == 2:
+            request = asyncio.ensure_future(generate(row.prompt_ids))
+            await (engine.asked.wait() if sent else asyncio.sleep(0))
+            request.cancel()
+            await asyncio.wait([request])
+            engine.released.set()
+            cancelled.set()
+        elif name == 3 and not sent:
+            await cancelled.wait()
+        return [Trajectory.of(await generate(row.prompt_ids))]
+
+    async def main():
+        async with asyncio.timeout(60):
+            return await run_sessions(SessionKind(run), refs(2, 3, 4), engine, SAMPLING)
+
+    ended = asyncio.run(main())
+    assert [one.response_ids for (one,) in ended] == [(2,) * 4, (3,) * 4, (4,) * 4]
+
+
+def test_an_engine_that_leaves_out_a_response_ends_all_sessions():
+    class LeavesOne(Echo):
+        async def generate(self, requests, params):
+            return (await super().generate(requests, params))[1:]
+
+    with pytest.raises(RolloutError, match="The rollout engine raised ValueError"):
+        asyncio.run(asyncio.wait_for(run_sessions(SINGLE_TURN, refs(2, 3), LeavesOne(), SAMPLING), 60))
+
+
 def test_the_row_that_is_scored_is_the_last_of_its_session():
     keys = ["a/0/1", "a/0/0", "a/1/0", "b/0/0", "b/0/10", "b/0/2"]
     assert [keys[i] for i in final_rows(keys)] == ["a/0/1", "a/0/1", "a/1/0", "b/0/10", "b/0/10", "b/0/10"]

@@ -21,7 +21,6 @@ import numpy as np
 from rl_protocol import ConfigError, KeptSets, RLError, RolloutError
 from rl_protocol.batch.routed_experts import ExpertIds, join_routed
 from rl_protocol.ports import Generation, GenerationRequest, ImageInput, RolloutEngine, SamplingParams
-from rl_trainer.asyncio_tasks import gather_or_cancel
 from rl_trainer.data import PromptRow
 from rl_trainer.rollout.partial_generation import generate_turn
 from rl_trainer.rollout.stop_strings import tokens_until_stop
@@ -209,9 +208,9 @@ async def run_sessions(
         ConfigError: a session needs the tokenizer, and there is none.
         RLError: the engine failed.
     """
-    batcher = _RequestBatcher(engine, sampling, tokenizer, len(refs), restart=restart)
     try:
         async with asyncio.TaskGroup() as tasks:
+            batcher = _RequestBatcher(engine, sampling, tokenizer, len(refs), tasks, restart=restart)
             running = [tasks.create_task(batcher.run(kind, ref)) for ref in refs]
     except* RLError as failed:
         raise failed.exceptions[0] from None
@@ -227,7 +226,11 @@ class _Wait:
 
 
 class _RequestBatcher:
-    """Collects the requests of all sessions, and sends them once every session waits."""
+    """Collects the requests of all sessions, and sends them once every session waits.
+
+    A session may cancel its request, for instance at a time limit of its own. The requests of the
+    others are sent in tasks of the call, so they go on.
+    """
 
     def __init__(
         self,
@@ -235,6 +238,7 @@ class _RequestBatcher:
         sampling: SamplingParams,
         tokenizer: Tokenizer | None,
         running: int,
+        tasks: asyncio.TaskGroup,
         *,
         restart: bool,
     ) -> None:
@@ -243,6 +247,7 @@ class _RequestBatcher:
         self.restart = restart
         self._engine = engine
         self._running = running
+        self._tasks = tasks
         self._waiting: list[_Wait] = []
         self._broken: RLError | None = None
         """How the engine failed."""
@@ -256,7 +261,7 @@ class _RequestBatcher:
             self._running -= 1
         if self._broken is not None:  # this session caught the error, which ended the others
             raise self._broken
-        await self._serve_when_all_wait()
+        self._serve_when_all_wait()
         return ended
 
     async def _attempt(self, kind: SessionKind, ref: SessionRef) -> list[Trajectory] | RLError | None:
@@ -283,30 +288,41 @@ class _RequestBatcher:
     async def generate(self, request: GenerationRequest, max_tokens: int, stops: tuple[str, ...]) -> Generation:
         answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Wait(max_tokens, stops, request, answer))
-        await self._serve_when_all_wait()
+        self._serve_when_all_wait()
         return await answer
 
-    async def _serve_when_all_wait(self) -> None:
+    def _serve_when_all_wait(self) -> None:
+        self._waiting = [wait for wait in self._waiting if not wait.answer.done()]  # others were cancelled
         if not self._waiting or len(self._waiting) < self._running:
             return
         waiting, self._waiting = sorted(self._waiting, key=lambda wait: (wait.request.uid, wait.request.session)), []
-        limits = sorted({(wait.max_tokens, wait.stops) for wait in waiting})
-        await gather_or_cancel(
-            *(self._serve(*one, [wait for wait in waiting if (wait.max_tokens, wait.stops) == one]) for one in limits)
-        )
+        for limits in sorted({(wait.max_tokens, wait.stops) for wait in waiting}):
+            served = [wait for wait in waiting if (wait.max_tokens, wait.stops) == limits]
+            self._tasks.create_task(self._serve(*limits, served))
 
     async def _serve(self, budget: int, stops: tuple[str, ...], served: Sequence[_Wait]) -> None:
         sampling = msgspec.structs.replace(self.sampling, max_new_tokens=budget, stop=stops)
         try:
             generations = await self._engine.generate([wait.request for wait in served], sampling)
+            answered = list(zip(served, generations, strict=True))
         except RLError as error:
-            self._broken = error
-            raise
-        except Exception as error:  # no session may wait for its response for ever
-            self._broken = RolloutError(f"The rollout engine raised {_described(error)}.")
-            raise self._broken from error
-        for wait, generation in zip(served, generations, strict=True):
-            wait.answer.set_result(generation)
+            self._fail(served, error)
+            return
+        except Exception as error:  # noqa: BLE001 - no session may wait for its response for ever
+            broken = RolloutError(f"The rollout engine raised {_described(error)}.")
+            broken.__cause__ = error
+            self._fail(served, broken)
+            return
+        for wait, generation in answered:
+            if not wait.answer.done():
+                wait.answer.set_result(generation)
+
+    def _fail(self, served: Sequence[_Wait], error: RLError) -> None:
+        """End the call with an error of the engine, which the sessions that wait raise."""
+        self._broken = error
+        for wait in served:
+            if not wait.answer.done():
+                wait.answer.set_exception(error)
 
 
 def _described(error: Exception) -> str:
