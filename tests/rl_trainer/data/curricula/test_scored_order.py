@@ -50,6 +50,14 @@ def test_prompts_near_the_target_weigh_most():
     np.testing.assert_allclose(new, [0.25] * 4, rtol=1e-12)
 
 
+def test_prompts_that_all_score_far_from_the_target_have_weights_too():
+    """exp(-42^2), that of a score of -10, is below the smallest number of float64."""
+    scores = PromptScores(["sums", "sums"], target=0.5)
+    scores.add(1, {0: (-10.0, 0.0), 1: (-10.1, 0.0)})
+    ratio = exp(((10.5) ** 2 - (10.6) ** 2) / 0.25**2)
+    np.testing.assert_allclose(TargetScore().weights(scores), [1 / (1 + ratio), ratio / (1 + ratio)], rtol=1e-9)
+
+
 def test_prompts_with_different_scores_are_replayed_and_new_ones_come_first():
     """Standard deviations 0 and sqrt(3/16); new prompts have the largest."""
     spread = sqrt(0.1875)

@@ -39,8 +39,8 @@ class TargetScore:
         self._width = width
 
     def weights(self, scores: PromptScores) -> FloatArray:
-        distance = np.nan_to_num((scores.expected - scores.target) / self._width, nan=0.0)
-        return with_stale(np.exp(-(distance**2)), scores)
+        squared = np.nan_to_num((scores.expected - scores.target) / self._width, nan=0.0) ** 2
+        return with_stale(np.exp(squared.min() - squared), scores)  # the largest is 1, however far the scores are
 
 
 class PrioritizedReplay:
