@@ -18,6 +18,7 @@ from datasets import Dataset
 from prompt_rows import ALPHABET, TEMPLATE, characters, row
 
 from rl_protocol import ConfigError, OutputError
+from rl_trainer import Mixture, PromptOrder
 from rl_trainer.data.chat_template import PromptEncoder
 from rl_trainer.data.prompt_files import open_files
 from rl_trainer.data.prompt_preparation import DataFiles, file_digest
@@ -141,6 +142,14 @@ def test_the_rows_of_each_file_are_counted(tmp_path, encoder):
     a, b = write_jsonl(tmp_path / "a.jsonl", [row("1"), {}]), write_jsonl(tmp_path / "b.jsonl", [row("2")] * 3)
     empty = write_jsonl(tmp_path / "c.jsonl", [{}])
     assert open_files(files(b, empty, a, on_bad_row="skip"), encoder, tmp_path / "cache").rows_of_files == (3, 0, 1)
+
+
+def test_a_file_that_is_named_twice_has_its_rows_twice(tmp_path, encoder):
+    a, b = write_jsonl(tmp_path / "a.jsonl", [row("1")] * 2), write_jsonl(tmp_path / "b.jsonl", [row("2")])
+    data = open_files(files(a, b, a), encoder, tmp_path / "cache")
+    assert data.rows_of_files == (2, 1, 2)
+    order = PromptOrder(len(data), 5, seed=0, curriculum=Mixture(data.rows_of_files, [0, 0, 1]))
+    assert {text_of(data[i]) for i in order.take(0, 5)} == {"1"}
 
 
 def test_the_digest_of_a_file_follows_its_content_alone(tmp_path, encoder):

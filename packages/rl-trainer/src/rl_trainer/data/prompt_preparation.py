@@ -140,7 +140,8 @@ class _Tally:
     longest: int = 0
     largest_token: int = 0
     images: int = 0
-    rows_of_files: Counter[Path] = field(default_factory=Counter[Path])
+    rows_of_files: Counter[int] = field(default_factory=Counter[int])
+    """By place in `DataFiles.paths`, which may name a file twice."""
     digests: dict[Path, str] = field(default_factory=dict[Path, str])
     bad: BadRows = field(default_factory=BadRows)
 
@@ -152,7 +153,7 @@ class _Tally:
             bad_rows=self.bad.lines(),
             longest=self.longest,
             largest_token=self.largest_token,
-            rows_of_files=tuple(self.rows_of_files[path] for path in paths),
+            rows_of_files=tuple(self.rows_of_files[file] for file in range(len(paths))),
             digests_of_files=tuple(self.digests.get(path, "") for path in paths),
             images=self.images,
         )
@@ -163,6 +164,8 @@ class _Usable:
     """A valid row, before its prompt is encoded."""
 
     path: Path
+    file: int
+    """Place of the path in `DataFiles.paths`."""
     place: str
     fields: dict[str, Any]
     """The fields to store."""
@@ -173,7 +176,7 @@ class _Usable:
 
 def _usable(files: DataFiles, encoder: PromptEncoder, tally: _Tally, folder: Path) -> Iterator[_Usable]:
     """Every valid row; images given as bytes are written into `folder`."""
-    for path in files.paths:
+    for file, path in enumerate(files.paths):
         place = str(path)
         try:
             tally.digests[path] = file_digest(path)
@@ -191,7 +194,7 @@ def _usable(files: DataFiles, encoder: PromptEncoder, tally: _Tally, folder: Pat
                     tally.bad.add(path, place, error, raw)
                 else:
                     fields["images"] = [_kept(image, folder) for image in images]
-                    yield _Usable(path, place, fields, row.prompt, counts)
+                    yield _Usable(path, file, place, fields, row.prompt, counts)
         except SchemaError as error:  # of the file: the rest of it is lost
             position = f"{path}, after row {place.rpartition(' ')[2]}" if place != str(path) else place
             tally.bad.add(path, position, error)
@@ -246,7 +249,7 @@ def _fitted(
         return None
     tally.longest = max(tally.longest, len(ids))
     tally.largest_token = max(tally.largest_token, max(ids))
-    tally.rows_of_files[one.path] += 1
+    tally.rows_of_files[one.file] += 1
     tally.images += len(one.image_tokens)
     return {"prompt_ids": ids, **one.fields}
 
