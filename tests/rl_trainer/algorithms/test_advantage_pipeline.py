@@ -106,6 +106,18 @@ def test_what_is_rejected_has_no_part_in_any_baseline():
     assert metrics["critic/advantages/max"] == 0.5
 
 
+def test_the_gap_between_rollout_and_trainer_includes_what_is_rejected_for_it():
+    correction = RolloutCorrectionConfig(rollout_rs=("token_k1",), rollout_rs_threshold=("2.0",))
+    gaps = [
+        {name: value for name, value in metrics.items() if name.startswith("training/rollout_")}
+        for settings in (scoring(), scoring(rollout_correction=correction))
+        for _, metrics, *_ in [estimate_advantages(*mismatched(0.0, 0.25, -3.0), settings)]
+    ]
+    assert gaps[0] == gaps[1]
+    assert gaps[0]["training/rollout_log_probs_diff_max"] == pytest.approx(3.0)
+    assert gaps[0]["training/rollout_log_probs_diff_mean"] == pytest.approx(3.25 / 3)
+
+
 def test_importance_weights_are_written_and_reported():
     correction = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold="2.0")
     columns, metrics, *_ = estimate_advantages(

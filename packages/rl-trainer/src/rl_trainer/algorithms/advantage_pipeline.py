@@ -95,6 +95,7 @@ def estimate_advantages(batch: KVBatchMeta, data: BatchData, settings: Advantage
     if penalty is not None:
         rewards[inputs.episodes.final_row] += inputs.episodes.sums(inputs.gather(penalty))
     metrics |= kl_metrics | batch_metrics(data, mask, rewards, advantages, returns, settings.response_length, final)
+    metrics |= _gap_metrics(data, generated)
     metrics |= _equal_groups([inputs.keys[row].uid for row in final], scores[final])
     metrics |= stats("demonstration/score", scores[demonstrations])
     metrics |= sources.metrics(final, scores, advantages, mask)
@@ -285,12 +286,17 @@ def batch_metrics(
         metrics |= stats("critic/values", _flat(data, "values"), mask)
     if mask.any() and "entropy" in data:
         metrics["actor/entropy"] = float(_flat(data, "entropy")[mask].mean())
-    if "rollout_log_probs" in data:
-        gap = LogProbGap.of(
-            _flat(data, "rollout_log_probs"), _flat(data, "old_log_probs"), mask, data.ragged("responses").offsets
-        )
-        metrics |= gap.metrics()
     return metrics
+
+
+def _gap_metrics(data: BatchData, generated: BoolArray) -> dict[str, float]:
+    """The gap between rollout engine and actor, over all tokens that the policy generated: also
+    those that are rejected because of it.
+    """
+    if "rollout_log_probs" not in data:
+        return {}
+    rollout, actor = _flat(data, "rollout_log_probs"), _flat(data, "old_log_probs")
+    return LogProbGap.of(rollout, actor, generated, data.ragged("responses").offsets).metrics()
 
 
 def _equal_groups(uids: Sequence[str], scores: FloatArray) -> dict[str, float]:
