@@ -130,6 +130,16 @@ def test_what_the_settings_of_a_source_can_not_be_combined_with(algorithm, n, wo
         check_combination(AlgorithmConfig(**algorithm), ActorConfig(), n)
 
 
+@pytest.mark.parametrize("settings", [("rl_coef=0@a",), ("rl_coef=1@a",)])
+def test_a_critic_does_not_learn_from_rows_without_returns(settings):
+    algorithm = AlgorithmConfig(adv_estimator="gae", rl_coef=float(settings == ("rl_coef=0@a",)), by_source=settings)
+    with pytest.raises(ConfigError, match=r"rl_coef=0 leaves some rows without returns, which the critic of .*=gae"):
+        check_combination(algorithm, ActorConfig(use_kl_loss=True), 1)
+    check_combination(AlgorithmConfig(adv_estimator="gae", by_source=("rl_coef=0.5@a",)), ActorConfig(), 1)
+    without = AlgorithmConfig(adv_estimator="reinforce_plus_plus", by_source=("rl_coef=0@a",))
+    check_combination(without, ActorConfig(use_kl_loss=True), 1)
+
+
 def test_sources_with_answers_alone_beside_others_with_rewards():
     """Two responses are enough for GRPO: all those to prompts with answers alone are answers."""
     config = AlgorithmConfig(by_source=("rl_coef=0@a", "sft_coef=1@a"))

@@ -109,6 +109,11 @@ def _check_sources(algorithm: AlgorithmConfig, actor: ActorConfig) -> None:
             "AlgorithmConfig.by_source can't give some rows an estimator with a critic, such as gae, and others one without: the critic "
             f"learns the returns of all rows; got adv_estimator={_estimator_names(algorithm)}. Set estimators of one kind."
         )
+    if critics == {True} and algorithm.trains_policy and not all(one.rl_coef for one in algorithm.variants):
+        raise ConfigError(
+            f"AlgorithmConfig.rl_coef=0 leaves some rows without returns, which the critic of adv_estimator={_estimator_names(algorithm)} "
+            "would learn as returns of 0; set rl_coef above 0 in all rows, or an estimator without a critic."
+        )
     for source in algorithm.sources:
         _check_estimator_settings(algorithm, source)
         if not trains_rows(algorithm, actor, source):
