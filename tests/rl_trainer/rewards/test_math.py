@@ -30,6 +30,9 @@ MATH = [
     (r"\boxed{x^2+2x+1}", r"(x+1)^2", 1.0),
     (r"$\frac{1}{3}$, no, \boxed{\frac{1}{4}}", r"\frac13", 0.0),
     (r"the answer is \boxed{3", "3", 0.0),
+    ("The answer is \\boxed{5}.\n\n#### Check\n2 + 2 = 4, and one more.", "5", 1.0),
+    ("#### Step 1\n\\boxed{4}\n#### Step 2\nno, \\boxed{5}\n#### Done", "5", 1.0),
+    ("#### Step 1\n2 + 2 = 4\n#### 5", "5", 1.0),
 ]
 
 

@@ -12,6 +12,7 @@ from typing import Any, cast
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
 GSM8K_MARK = "####"
+BOXED = "\\boxed"
 
 
 def score(
@@ -34,16 +35,24 @@ def score(
     """
     del data_source, extra_info
     truth = _last(ground_truth)
-    gold = _parse(truth if "\\boxed" in truth else f"\\boxed{{{truth}}}")
+    gold = _parse(truth if BOXED in truth else f"\\boxed{{{truth}}}")
     if not gold:
         raise ValueError(f"the ground truth {ground_truth!r} can't be read as mathematics")
-    found = _parse(_last(solution_str))
+    found = _parse(_answer(solution_str))
     right = float(bool(found) and verify(gold, found, timeout_seconds=None))
     return {"score": right, "acc": right, "pred": str(found[0]) if found else ""}
 
 
 def _last(text: str) -> str:
     return text.rpartition(GSM8K_MARK)[2].strip() if GSM8K_MARK in text else text
+
+
+def _answer(response: str) -> str:
+    """The last part between two marks that has a box, since a mark may also be a heading; or the
+    text after the last mark.
+    """
+    parts = response.split(GSM8K_MARK)
+    return next((part for part in reversed(parts) if BOXED in part), _last(response))
 
 
 def _parse(text: str) -> list[Any]:
