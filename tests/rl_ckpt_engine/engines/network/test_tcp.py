@@ -6,21 +6,24 @@ import asyncio
 import errno
 import os
 import select
+import selectors
 import socket
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 from ckpt_pair import WEIGHTS, T
 
 from rl_ckpt_engine import CheckpointEngineConfig
-from rl_ckpt_engine.engines.network import tcp_server
+from rl_ckpt_engine.engines.network import tcp_server, tcp_transport
 from rl_ckpt_engine.engines.network.tcp import TcpEngine
 from rl_ckpt_engine.engines.network.tcp_secret import KEY, KEY_FILE, load_key
+from rl_ckpt_engine.engines.network.tcp_server import Bytes
 from rl_ckpt_engine.engines.network.tcp_transport import TcpMember
 from rl_ckpt_engine.testing import assert_same, refusal
-from rl_protocol.errors import ConfigError
+from rl_protocol.errors import ConfigError, WeightSyncError
 
 
 def test_a_sender_that_stops_answering_is_a_deadline() -> None:
@@ -182,3 +185,49 @@ def test_key_file_must_be_private_and_long(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Both"):
         load_key({KEY: "s" * 40, KEY_FILE: str(file)})
     assert not load_key({})
+
+
+class StuckSender:
+    """Sends a part of a bucket, and nothing more until `gone` is set."""
+
+    def __init__(self) -> None:
+        self.gone = threading.Event()
+
+    def deliver(self, peer: socket.socket, payload: Bytes) -> None:
+        peer.sendall(payload.data[:1])
+        self.gone.wait(T)
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def test_closing_a_receiver_ends_the_thread_that_waits_for_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connection is closed before the thread waits, the worst case of a race."""
+    stuck, waits, closed = StuckSender(), threading.Event(), threading.Event()
+
+    class LateSelector(selectors.DefaultSelector):
+        def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+            waits.set()
+            closed.wait(T)
+            return super().select(timeout)
+
+    late = SimpleNamespace(DefaultSelector=LateSelector, EVENT_READ=selectors.EVENT_READ)
+    monkeypatch.setattr(tcp_transport, "selectors", late)
+    sender, receiver = TcpEngine(), TcpEngine()
+    sender.prepare()
+    monkeypatch.setattr(sender._transport._server, "_new_bucket_sender", lambda: stuck)
+
+    async def close_during_receive() -> None:
+        manifest = await sender.send_weights(WEIGHTS, 1, timeout_s=T)
+        receiver.init_process_group(manifest.sender)
+        receiving = asyncio.create_task(receiver.receive_weights(manifest, timeout_s=T))
+        assert await asyncio.to_thread(waits.wait, T)
+        receiver.close()
+        closed.set()
+        async with asyncio.timeout(T):
+            with pytest.raises(WeightSyncError, match="broke"):
+                await receiving
+
+    asyncio.run(close_during_receive())
+    stuck.gone.set()
+    sender.close()

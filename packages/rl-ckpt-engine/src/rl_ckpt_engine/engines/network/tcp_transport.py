@@ -287,18 +287,20 @@ class BucketReceive:
     def receive(self, target: memoryview) -> Iterator[int]:
         """Receive bytes until the target is full; yields the number of bytes received so far.
 
-        The thread waits for whole pieces: waking up for every packet takes twice the CPU time.
+        The thread waits for whole pieces: waking up for every packet takes twice the CPU time. It
+        has its own file descriptor: `hang_up` may close the other one, and a selector does not
+        report a closed one.
         """
         done = 0
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._peer, selectors.EVENT_READ)
+        with self._peer.dup() as peer, selectors.DefaultSelector() as selector:
+            selector.register(peer, selectors.EVENT_READ)
             try:
                 while done < target.nbytes:
                     piece = target[done : done + PIECE_BYTES]
                     try:
-                        got = self._peer.recv_into(piece)
+                        got = peer.recv_into(piece)
                     except BlockingIOError:
-                        self._peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, piece.nbytes)
+                        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, piece.nbytes)
                         selector.select()
                         continue
                     if not got:
@@ -306,7 +308,7 @@ class BucketReceive:
                     done += got
                     yield done
             finally:
-                self._peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+                peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
 
     async def done(self) -> None:
         """Wait until the bucket is complete.
