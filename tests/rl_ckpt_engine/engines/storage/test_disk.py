@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 from pathlib import Path
 
 import msgspec
@@ -117,3 +118,19 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path, monkeypatch:
     assert not list(tmp_path.iterdir())
     assert_same(pair.receive(pair.send()), WEIGHTS)
     pair.close()
+
+
+def test_a_disk_that_fills_up_with_buffered_bytes_does_not_end_the_sender(tmp_path: Path) -> None:
+    """The bytes that did not fit are still in the buffer of the file when it is closed."""
+    weights = make_weights([(250,)] * 100, seed=3)
+    sender = DiskEngine(CheckpointEngineConfig(directory=str(tmp_path)))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (66 << 10, limits[1]))
+    try:
+        message = refusal(sender.send_weights(weights, 1, timeout_s=T))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "Is there memory or disk left?" in message
+    assert list(tmp_path.iterdir()) == []
+    asyncio.run(sender.send_weights(weights, 2, timeout_s=T))
+    sender.close()

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -98,7 +99,9 @@ class _Shard:
         self._file.close()
 
     def close(self) -> None:
-        self._file.close()
+        """Close a file that is not finished."""
+        with contextlib.suppress(OSError):  # on a full disk it can't write what is buffered
+            self._file.close()
 
 
 class Folder:
