@@ -555,6 +555,26 @@ def test_each_adapter_has_its_own_name_and_survives_an_update_of_the_base(opened
     assert client.log[-3:] == ["rollout_load_adapter", "reset", "resume"]
 
 
+@pytest.mark.parametrize("lost_by", ["an update that broke off", "sleep"])
+def test_an_adapter_does_not_replace_weights_that_were_lost(opened, other_weights, lost_by):
+    engine, client = opened(adapter=ROOM)
+    if lost_by == "sleep":
+        asyncio.run(engine.sleep(2))
+        asyncio.run(engine.wake())
+    else:
+        client.fail_at = 4
+        with pytest.raises(TornWeightsError):
+            engine.load_weights(other_weights, 1)
+        client.fail_at = None
+    calls = len(client.log)
+    with pytest.raises(WeightSyncError, match="without the weights of the model"):
+        engine.load_adapter(adapter(), 2)
+    assert len(client.log) == calls
+    engine.load_weights(other_weights, 3)
+    engine.load_adapter(adapter(), 4)
+    assert generate(engine, [request()])[0].weight_version == 4
+
+
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [

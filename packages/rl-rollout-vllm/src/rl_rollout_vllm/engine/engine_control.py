@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from typing import Literal
 
-from rl_protocol.errors import ConfigError, RLError, RolloutError
+from rl_protocol.errors import ConfigError, RLError, RolloutError, WeightSyncError
 from rl_rollout_vllm.engine.admission import AdmissionControl
 from rl_rollout_vllm.engine.engine_client import EngineClient, MemoryPart
 from rl_rollout_vllm.engine.requests import ActiveWeights, RequestRunner
@@ -40,6 +40,7 @@ class EngineControl:
         self._loader = loader
         self._active = active
         self._asleep: list[MemoryPart] = []
+        self._lost = ""  # why the weights of the model can't be used; empty: they can
         self._changing = asyncio.Lock()
 
     async def abort(self) -> None:
@@ -78,7 +79,8 @@ class EngineControl:
             await self._requests.quiesce()
             self._asleep = ["weights", "kv_cache"]
             if level == 2:
-                self._admission.close("weights", "sleep(2) has given the weights up, load them")
+                self._lost = "sleep(2) has given the weights up"
+                self._admission.close("weights", f"{self._lost}, load them")
             await self._loader.release_memory()
             return await self._client.sleep(level)
 
@@ -94,17 +96,30 @@ class EngineControl:
             if not self._asleep:
                 await self._reopen("sleep")
 
-    async def update(self, load: Callable[[], Awaitable[None]], version: int) -> None:
-        """Run `load`, which changes the weights once nothing runs, then admit requests again."""
+    async def update(self, load: Callable[[], Awaitable[None]], version: int, *, whole: bool) -> None:
+        """Run `load`, which changes the weights once nothing runs, then admit requests again.
+
+        Args:
+            load: loads an adapter or all weights of the model.
+            version: the version of what it loads.
+            whole: it loads all weights of the model.
+        """
         async with self._changing:
             if "weights" in self._asleep:
                 raise RolloutError(
                     "The weights of the vLLM engine sleep: call wake('weights') before loading new ones."
                 )
+            if self._lost and not whole:
+                raise WeightSyncError(
+                    f"The adapter of version {version} can't be used without the weights of the model: {self._lost}. Load all of them first."
+                )
             self._admission.close("update", f"version {version} of the weights is being loaded")
             with self._fail_unless_done(version):
+                if whole:
+                    self._lost = f"loading version {version} broke off"
                 await load()
                 await self._client.reset_caches()
+            self._lost = ""
             self._active.version = version
             self._admission.recover()
             self._admission.reopen("weights")

@@ -208,7 +208,7 @@ class VLLMRolloutEngine:
             EngineDiedError: the engine's process is gone.
         """
         fitting = check_weights(weights, self._model, version)
-        self._update(lambda: self._loader.load_weights(fitting), version)
+        self._update(lambda: self._loader.load_weights(fitting), version, whole=True)
 
     def load_adapter(self, weights: Iterable[WeightTensor], version: int) -> None:
         """Use this LoRA adapter from now on, in place of the previous one.
@@ -218,11 +218,12 @@ class VLLMRolloutEngine:
             version: the version of adapter and base weights together.
 
         Raises:
-            WeightSyncError: the adapter does not fit config.adapter; nothing is changed.
+            WeightSyncError: the adapter does not fit config.adapter, or the weights of the model
+                were dropped by `sleep(2)` or by an update that broke off; nothing is changed.
             TornWeightsError: loading broke off; nothing is generated until a later call succeeds.
         """
         adapter = adapter_of_tensors(weights, self._config.adapter)
-        self._update(lambda: self._loader.load_adapter(adapter, version), version)
+        self._update(lambda: self._loader.load_adapter(adapter, version), version, whole=False)
 
     def load_adapter_folder(self, path: str | Path, version: int) -> None:
         """Use the adapter of an HF PEFT folder from now on; otherwise like `load_adapter`.
@@ -231,10 +232,10 @@ class VLLMRolloutEngine:
             ConfigError: the folder can't be read.
         """
         adapter = read_adapter(Path(path), self._config.adapter)
-        self._update(lambda: self._loader.load_adapter(adapter, version), version)
+        self._update(lambda: self._loader.load_adapter(adapter, version), version, whole=False)
 
-    def _update(self, load: Callable[[], Awaitable[None]], version: int) -> None:
-        self._loop.run(self._control.update(load, version), self._config.call_timeout_s)
+    def _update(self, load: Callable[[], Awaitable[None]], version: int, *, whole: bool) -> None:
+        self._loop.run(self._control.update(load, version, whole=whole), self._config.call_timeout_s)
 
 
 def _check_policy(params: SamplingParams, on_update: OnUpdate) -> None:
