@@ -11,6 +11,7 @@ from ckpt_pair import WEIGHTS, T
 from rl_ckpt_engine.engines.base.memfd import Slot
 from rl_ckpt_engine.engines.base.version_sender import VersionSender
 from rl_ckpt_engine.payload import block_stream
+from rl_ckpt_engine.payload.manifest import Manifest
 from rl_protocol import WeightSyncError
 
 
@@ -54,3 +55,21 @@ def test_a_send_that_is_aborted_keeps_its_store_for_the_next_one(monkeypatch: py
     assert not store.closed
     sender.close()
     assert store.closed
+
+
+def test_a_store_that_can_not_be_withdrawn_does_not_stop_later_versions() -> None:
+    class Broken(Store):
+        def complete(self, manifest: Manifest) -> None:
+            raise WeightSyncError("the actor is gone")
+
+        def withdraw(self) -> None:
+            raise WeightSyncError("the actor is gone")
+
+        def begin(self, version: int) -> None:
+            """Withdraw nothing."""
+
+    sender = VersionSender[Store]("ray", Broken, bytes)
+    for version in (1, 2):
+        with pytest.raises(WeightSyncError, match="the actor is gone"):
+            asyncio.run(sender.send(WEIGHTS, version, timeout_s=T, kind="full"))
+    sender.close()

@@ -91,14 +91,15 @@ class VersionSender(Generic[P]):
                 f"Sending version {version} (engine {self._engine}) failed: {error}. Is there memory or disk left?"
             ) from error
         finally:
+            closed = self._filling is None
+            self.versions.cancel()
+            self._running = self._filling = None
             if store is not None:
-                store.withdraw()
-                if self._filling is None:  # `close` was called
+                store.withdraw()  # may fail, for example if the actor of engine `ray` is gone
+                if closed:
                     store.close()
                 else:
                     self.free.append(store)
-            self.versions.cancel()
-            self._running = self._filling = None
 
     @property
     def newest(self) -> P | None:
