@@ -187,6 +187,19 @@ def test_key_file_must_be_private_and_long(tmp_path: Path) -> None:
     assert not load_key({})
 
 
+def test_a_receiver_that_reads_nothing_for_a_while_stays_connected() -> None:
+    """With this option, Linux ends a connection that could not deliver anything for that time."""
+    sender = TcpEngine()
+    member = msgspec.msgpack.decode(sender.prepare(), type=TcpMember)
+    with socket.create_connection(("127.0.0.1", member.port)) as receiver:
+        receiver.settimeout(T)
+        assert receiver.recv(4) == tcp_server.MAGIC  # its options are set by then
+        (peer,) = sender._transport._server._peers
+        assert peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
+        assert peer.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    sender.close()
+
+
 class StuckSender:
     """Sends a part of a bucket, and nothing more until `gone` is set."""
 

@@ -215,10 +215,12 @@ def _read_exactly(peer: socket.socket, count: int, end: float | None = None) -> 
 
 
 def set_options(peer: socket.socket) -> None:
-    """Send small messages immediately, and detect a peer whose host is gone."""
+    """Send small messages immediately, and detect a peer whose host is gone.
+
+    Not by TCP_USER_TIMEOUT: it also ends a connection whose peer reads nothing for a while.
+    """
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, DEAD_AFTER_S - 1)
-    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_AFTER_S * 1000)

@@ -21,6 +21,7 @@ from rl_ckpt_engine.engines.base.receive_buffer import Bucket
 from rl_ckpt_engine.engines.base.sent_versions import Published
 from rl_ckpt_engine.engines.network.tcp_secret import HOW_TO_SET
 from rl_ckpt_engine.engines.network.tcp_server import (
+    DEAD_AFTER_S,
     FOLLOWS,
     MAGIC,
     NONCE_BYTES,
@@ -252,6 +253,8 @@ class TcpTransport:
         self._connection = peer = socket.socket(family, socket.SOCK_STREAM)
         peer.setblocking(False)
         set_options(peer)
+        # for requests, which are so short that they wait for nobody
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_AFTER_S * 1000)
         loop = asyncio.get_running_loop()
         await loop.sock_connect(peer, (sender.host, sender.port))
         greeting = await _receive_bytes(peer, len(MAGIC) + NONCE_BYTES)
