@@ -48,6 +48,20 @@ class TestRay(EngineConformance):
         return make()
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize(("nbytes", "shapes"), [(10, [(5,), (17,), (1,)]), (100, [(24,), (0,)])])
+def test_padding_may_span_objects(nbytes: int, shapes: list[tuple[int, ...]]) -> None:
+    config = CheckpointEngineConfig(bucket_mb=nbytes / (1 << 20))
+    sender, receiver = (CheckpointEngineRegistry().create("ray", config) for _ in range(2))
+    weights = make_weights(shapes, seed=2)
+    manifest = asyncio.run(sender.send_weights(weights, 1, timeout_s=T))
+    receiver.init_process_group(manifest.sender)
+    assert_same(asyncio.run(receiver.receive_weights(manifest, timeout_s=T)), weights)
+    sender.close()
+    receiver.close()
+
+
 class Sender:
     """A separate process that sends version 1."""
 

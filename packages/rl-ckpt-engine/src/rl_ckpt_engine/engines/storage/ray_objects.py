@@ -109,7 +109,7 @@ class ObjectsOfVersion:
         """Copy a piece into the bucket; a full bucket becomes an object."""
         while piece:
             number, at = divmod(offset, self._object_bytes)
-            if number > len(self._objects):
+            while number > len(self._objects):  # several, if padding spans them
                 self._put(self._object_bytes)
             part = piece[: self._object_bytes - at]
             self._bucket[at : at + part.nbytes] = np.frombuffer(part, np.uint8)
@@ -117,9 +117,8 @@ class ObjectsOfVersion:
 
     def complete(self, manifest: Manifest) -> None:
         """Put the last object and make the version available to receivers."""
-        left = manifest.payload_nbytes - len(self._objects) * self._object_bytes
-        if left:
-            self._put(left)
+        while (left := manifest.payload_nbytes - len(self._objects) * self._object_bytes) > 0:
+            self._put(min(left, self._object_bytes))
         self._bucket = np.empty(0, np.uint8)
         _call(self._board.show.remote(self._token, self._objects))
 
