@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from contextlib import aclosing, contextmanager
 
@@ -525,6 +526,24 @@ def test_folders_and_settings_that_do_not_fit(checkpoint, tmp_path):
         VLLMRolloutEngine(VLLMConfig(model_path=str(checkpoint), max_model_len=65))
     with pytest.raises(ConfigError, match="kv_cache_bytes must be at least 0; got -1"):
         VLLMConfig(model_path="x", kv_cache_bytes=-1)
+
+
+def test_an_engine_that_fails_to_close_leaves_no_thread_and_no_memory(
+    opened, other_weights, memory_of_buckets, monkeypatch
+):
+    engine, client = opened()
+    engine.load_weights(other_weights, 1)
+
+    async def fail():
+        client.closed = True
+        raise RolloutError("vLLM did not shut down")
+
+    monkeypatch.setattr(client, "close", fail)
+    before = threading.active_count()
+    with pytest.raises(RolloutError, match="did not shut down"):
+        engine.close()
+    assert threading.active_count() == before - 1
+    assert memory_of_buckets() == 0
 
 
 # -- adapters

@@ -189,9 +189,11 @@ class VLLMRolloutEngine:
         """End the engine's process; safe to call twice."""
         if not self._closed:
             self._closed = True
-            self._loop.run(self._client.close(), self._config.call_timeout_s)
-            self._loop.close()
-            self._loader.close()
+            try:
+                self._loop.run(self._client.close(), self._config.call_timeout_s)
+            finally:
+                self._loop.close()
+                self._loader.close()
 
     # -- weights
 
