@@ -189,6 +189,26 @@ def test_import_verl_converts_and_its_exit_code_tells_of_losses(run, tmp_path):
     assert run("import-verl", str(file), "--accept-losses").exit_code == 0
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=1", "rollout.n must be at least 2"),
+        (
+            "actor_rollout_ref.actor.strategy=megatron actor_rollout_ref.actor.megatron.router_replay.mode=R3 "
+            "actor_rollout_ref.rollout.name=vllm",
+            "rollout.name=vllm does not report the experts",
+        ),
+    ],
+)
+def test_import_verl_says_what_is_lost_if_the_conversion_fails(run, tmp_path, settings, message):
+    file = tmp_path / "verl.txt"
+    file.write_text(f"{settings} actor_rollout_ref.actor.no_such_key=3")
+    done = run("import-verl", str(file))
+    assert done.exit_code == 2
+    assert f"the converted configuration is not valid: {message}" in done.stderr
+    assert "\n# lost: actor_rollout_ref.actor.no_such_key=3: there is no such key in verl" in done.stderr
+
+
 def test_samples_are_those_of_the_newest_step_in_the_order_that_is_asked_for(run, samples):
     keys = [row["key"] for row in json.loads(run("samples", str(samples), "--json").output)]
     assert keys == ["v5-0/0/0", "v5-1/0/0", "v5-2/0/0", "v5-10/0/0"]

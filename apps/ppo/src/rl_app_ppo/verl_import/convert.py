@@ -17,6 +17,7 @@ from rl_app_ppo.config.verl_keys.conversions import ACTOR, ENGINES, ROLLOUT
 from rl_app_ppo.config.verl_keys.key_entries import Answer, Lost, Note, Value, Verl
 from rl_app_ppo.config.verl_keys.table import find
 from rl_app_ppo.verl_import.reading import CONFIG_NAME, defaults, defaults_file, read_verl, resolved, resolved_defaults
+from rl_protocol import ConfigError
 
 
 @dataclass(slots=True)
@@ -54,16 +55,21 @@ def from_verl(path: Path) -> Conversion:
         path: YAML, overrides as on verl's command line, or a shell script with them.
 
     Raises:
-        ConfigError: the file can't be read, or the result is no valid configuration.
+        ConfigError: the file can't be read, or the result is no valid configuration; then the
+            message ends with the lines of what is lost.
     """
     imported = import_verl(read_verl(path))
     algorithm = "ppo" if imported.settings["algorithm.adv_estimator"] == "gae" else "grpo"
     named = [f"{ALGORITHM}={algorithm}", f"{PRESET}={NO_PRESET}"]
     overrides = [*named, *(f"{key}={json.dumps(value)}" for key, value in imported.settings.items())]
-    resolution = resolve(overrides)
-    idle = unused(resolution.config, resolution.changed)
-    kept = [override for override in overrides if override.partition("=")[0] not in idle]
-    return Conversion(report(imported, idle) + to_yaml(load_config(kept)), tuple(imported.lost))
+    try:
+        resolution = resolve(overrides)
+        idle = unused(resolution.config, resolution.changed)
+        config = load_config([override for override in overrides if override.partition("=")[0] not in idle])
+    except ConfigError as error:
+        lost = _comments("lost", imported.lost)
+        raise ConfigError(f"the converted configuration is not valid: {error}\n{lost}".rstrip()) from error
+    return Conversion(report(imported, idle) + to_yaml(config), tuple(imported.lost))
 
 
 def import_verl(file: Mapping[str, Value]) -> Imported:
@@ -155,12 +161,14 @@ def report(imported: Imported, idle: Mapping[str, str]) -> str:
         imported: the converted configuration.
         idle: our settings that nothing would read -> what they need.
     """
-    lines = [f"# lost: {key}: {why}" for key, why in sorted(imported.lost.items())]
-    lines += [f"# note: {key}: {why}" for key, why in sorted(imported.notes.items())]
-    lines += [
+    lines = [
         f"# note: {key} is left out: nothing reads it without {idle[key]}"
         for key in sorted(idle.keys() & imported.changed)
     ]
     if imported.kept_defaults:
         lines.append(f"# note: {imported.kept_defaults} keys that have verl's default have no counterpart here")
-    return "".join(line + "\n" for line in lines)
+    return _comments("lost", imported.lost) + _comments("note", imported.notes) + "".join(line + "\n" for line in lines)
+
+
+def _comments(kind: str, reasons: Mapping[str, str]) -> str:
+    return "".join(f"# {kind}: {key}: {why}\n" for key, why in sorted(reasons.items()))
