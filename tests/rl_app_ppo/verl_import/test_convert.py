@@ -449,6 +449,14 @@ def test_router_replay_is_ours(accepted):
     assert config.algorithm.router_replay == "R3"
 
 
+@pytest.mark.parametrize("named", ["", " actor_rollout_ref.rollout.name=sglang"])
+def test_router_replay_takes_the_engine_that_reports_experts(accepted, imported, named):
+    actor = "actor_rollout_ref.actor.strategy=megatron actor_rollout_ref.actor.megatron.router_replay.mode=R3"
+    file = f"{actor} actor_rollout_ref.rollout.gpu_memory_utilization=0.6{named}"
+    assert accepted(file).rollout.name == "hf"
+    assert any("hf generates" in note for note in imported(file).notes.values())
+
+
 def test_megatron_is_ours(accepted):
     whole = "actor_rollout_ref.actor.strategy=megatron actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
     config = accepted(f"{whole} actor_rollout_ref.actor.megatron.use_distributed_optimizer=False")

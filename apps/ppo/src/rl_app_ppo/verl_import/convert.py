@@ -13,7 +13,7 @@ from pathlib import Path
 from rl_app_ppo.config.loading import load_config, nearest_key, resolve, to_yaml
 from rl_app_ppo.config.presets import ALGORITHM, NO_PRESET, PRESET
 from rl_app_ppo.config.unused_options import unused
-from rl_app_ppo.config.verl_keys.conversions import ACTOR, ENGINES, ROLLOUT
+from rl_app_ppo.config.verl_keys.conversions import ACTOR, ENGINES, ROLLOUT, replacing_engine
 from rl_app_ppo.config.verl_keys.key_entries import Answer, Lost, Note, Value, Verl
 from rl_app_ppo.config.verl_keys.table import find
 from rl_app_ppo.verl_import.reading import CONFIG_NAME, defaults, defaults_file, read_verl, resolved, resolved_defaults
@@ -95,12 +95,18 @@ def import_verl(file: Mapping[str, Value]) -> Imported:
     engine = str(given.setdefault(f"{ACTOR}.strategy", ENGINES.get(engine, engine)))
     before = {**resolved_defaults(engine), f"{ACTOR}.strategy": "fsdp"}
     verl = Verl(resolved({**defaults(engine), **given}), frozenset(given))
+    if unnamed := verl.get(name := f"{ROLLOUT}.name") is None:  # verl 0.9 has no default
+        chosen = replacing_engine(verl)
+        verl = Verl({**verl.values, name: chosen}, verl.given)
     for key in verl.values:
         if not key.endswith("_target_"):
             _convert(key, verl, before, found)
-    if verl.get(name := f"{ROLLOUT}.name") is None:  # verl 0.9 has no default
-        found.settings["rollout.name"] = "vllm"
-        found.notes[f"{name} is not given"] = "vllm generates, the default of earlier versions of verl"
+    if unnamed:
+        found.notes[f"{name} is not given"] = (
+            f"{chosen} generates, the default of earlier versions of verl"
+            if chosen == "vllm"
+            else f"{chosen} generates, since vllm does not report the experts that router replay R3 needs"
+        )
     return found
 
 

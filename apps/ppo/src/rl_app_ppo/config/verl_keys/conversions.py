@@ -332,12 +332,18 @@ def critic_adapters(verl_key: str) -> Convert:
 # -- rollout
 
 
-def rollout_name(value: Value, _: Verl) -> Answer:
+def replacing_engine(verl: Verl) -> str:
+    """The engine that generates if the file names none, or one that is not supported."""
+    return "hf" if verl.get(f"{ACTOR}.megatron.router_replay.mode") == "R3" else "vllm"  # vllm reports no experts
+
+
+def rollout_name(value: Value, verl: Verl) -> Answer:
     """The choice of engine does not change the distribution of responses."""
     if value in ("hf", "vllm"):
         return {"rollout.name": value}
     if value in ("sglang", "trtllm"):
-        return Note(f"{value} is not supported; vllm generates instead", {"rollout.name": "vllm"})
+        name = replacing_engine(verl)
+        return Note(f"{value} is not supported; {name} generates instead", {"rollout.name": name})
     return Lost(f"{value} is not supported; there are vllm and hf")
 
 
