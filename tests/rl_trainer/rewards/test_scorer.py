@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
 
 from rl_protocol.support.trusted_files import given_files, load_object, variables_for
 from rl_trainer.rewards import (
@@ -24,7 +26,28 @@ def test_a_number_or_a_mapping_is_a_score():
 
 @pytest.mark.parametrize(
     "returned",
-    [None, "1", float("nan"), float("inf"), [1.0], {"acc": 1.0}, {"score": "1"}, {"score": 1, "x": None}, {}],
+    [np.float32(0.5), np.longdouble(0.5), np.array(0.5), torch.tensor(0.5), torch.tensor(0.5).requires_grad_()],
+)
+def test_arrays_and_tensors_without_dimensions_are_numbers(returned):
+    half = Scored(numbers={"acc": 0.5, "score": 0.5})
+    assert outcome_of(returned) == outcome_of({"score": returned}) == half
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        None,
+        "1",
+        torch.tensor([1.0]),
+        torch.tensor(float("nan")),
+        float("nan"),
+        float("inf"),
+        [1.0],
+        {"acc": 1.0},
+        {"score": "1"},
+        {"score": 1, "x": None},
+        {},
+    ],
 )
 def test_anything_else_is_a_failure_that_says_what_it_was(returned):
     outcome = outcome_of(returned)

@@ -87,14 +87,16 @@ def outcome_of(returned: object) -> Outcome:
     """Check the result of a reward function for one sample.
 
     Valid are a number that is finite in float32, and a mapping of names to such numbers and texts
-    that contains `score`. `acc` defaults to the score.
+    that contains `score`. An array or tensor without dimensions is a number. `acc` defaults to the
+    score.
     """
     if type(returned) is float and abs(returned) <= _LARGEST:
         return Scored(numbers={"acc": returned, "score": returned})
-    named = cast(Mapping[str, Any], returned) if isinstance(returned, Mapping) else {"score": returned}
+    named = cast(Mapping[str, Any], returned) if isinstance(returned, Mapping) else {"score": cast(Any, returned)}
     numbers: dict[str, float] = {}
     texts: dict[str, str] = {}
-    for name, value in named.items():
+    for name, got in named.items():
+        value = got.item() if getattr(got, "ndim", None) == 0 else got  # numpy's scalars and torch's
         if isinstance(value, str) and name not in ("score", "acc"):
             texts[name] = value[:_LONGEST]
         elif isinstance(value, bool | int | float | np.number | np.bool_) and abs(value) <= _LARGEST:
@@ -102,7 +104,7 @@ def outcome_of(returned: object) -> Outcome:
         else:
             what = "" if name == "score" else f" as {name!r}"
             limit = " of at most 3.4e38 (float32)" if isinstance(value, int | float) and math.isfinite(value) else ""
-            return Failure(kind="no_number", message=f"returned {value!r}{what}; it must return a finite number{limit}")
+            return Failure(kind="no_number", message=f"returned {got!r}{what}; it must return a finite number{limit}")
     if "score" not in numbers:
         return Failure(kind="no_number", message=f"returned no 'score' but {sorted(named)}")
     return Scored(numbers={"acc": numbers["score"], **numbers}, texts=texts)
