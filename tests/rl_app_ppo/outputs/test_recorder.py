@@ -31,6 +31,24 @@ def test_the_last_line_says_where_nothing_was_learnt(accuracies, failures, words
     assert words in recorder.outcome()
 
 
+@pytest.mark.parametrize(
+    ("accuracies", "problems", "verdict"),
+    [
+        ((0.562, 0.547), 64, "no clear change with 64 problems; look at"),
+        ((0.562, 0.547), 100_000, "it fell; look at"),
+        ((1.0, 0.5), 64, "it fell; look at"),
+        ((1.0, 0.0), 1, "it fell; look at"),
+        ((0.562, 0.562), 64, "nothing was learned; look at"),
+    ],
+)
+def test_a_fall_that_chance_explains_is_not_called_one(accuracies, problems, verdict, tmp_path):
+    recorder, _ = _recorder(tmp_path, [])
+    recorder.problems = {"validation": problems}
+    for step, accuracy in enumerate(accuracies):
+        recorder.on_step(step, {"val-core/x/acc/mean@1": accuracy})
+    assert f": {verdict}" in recorder.outcome()
+
+
 def test_without_validation_the_outcome_is_that_of_training(tmp_path):
     recorder, _ = _recorder(tmp_path, [])
     for step, accuracy in ((1, 0.25), (2, 0.5)):

@@ -111,6 +111,7 @@ async def run(plan: RunPlan, screen: Screen, startup: Startup) -> Recorder:
             for sink in (JSONLSink(files.metrics), *open_sinks(loggers, facts)):
                 sinks.append(stack.enter_context(closing(sink)))
             data = open_data(config, started.model_path)
+        recorder.problems = {"validation": len(data.get("val", ())), "training": config.data.train_batch_size}
         if about := about_validation(config, data):
             screen.note(about)
         hooks = {

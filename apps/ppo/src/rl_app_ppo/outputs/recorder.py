@@ -41,6 +41,8 @@ class Recorder:
         """The first step of this process, and the time of its end."""
         self.reward: list[tuple[int, float]] = []
         self.validation: list[tuple[int, float]] = []
+        self.problems: dict[str, int] = {}
+        """Problems of a point of the curves "validation" and "training"; absent: not known."""
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record one step; step 0 is the validation before training.
@@ -108,7 +110,7 @@ class Recorder:
         line = ", ".join(filter(None, (f"{compared} accuracy {first:.3f} -> {last:.3f}", after)))
         if last > first:
             return line + lost
-        verdict = "nothing was learned" if last == first else "it fell"
+        verdict = "nothing was learned" if last == first else _fall(first, last, self.problems.get(compared, 0))
         advice = (
             "see the warnings above" if self._warnings.seen else "look at reward.function, actor.optim.lr and samples/"
         )
@@ -122,6 +124,14 @@ class Recorder:
         """Draw the curves that have points."""
         if self.validation or self.reward:
             draw_curve(path, self.curves, "accuracy")
+
+
+def _fall(first: float, last: float, problems: int) -> str:
+    """The word for a fall; chance explains one of up to two standard errors of two samples."""
+    variance = sum(max(p * (1 - p), 0.0) for p in (first, last))
+    if problems and (first - last) ** 2 <= 4 * variance / problems:
+        return f"no clear change with {problems} problem{'s' * (problems != 1)}"
+    return "it fell"
 
 
 def draw_curve(path: Path, curves: Mapping[str, Sequence[tuple[int, float]]], title: str) -> None:
