@@ -283,6 +283,9 @@ def test_get_meta_waits_for_the_event_until_its_deadline(
     assert client.get_meta(["x", "y"], 2, "p", mode="force_fetch").production_status.tolist() == [0, 0]
     inserted = client.get_meta(["x"], 1, "p", mode="insert")
     assert (inserted.size, inserted.is_ready, inserted.field_names) == (1, False, ["x"])
+    for size in (-1, 2**62):
+        with pytest.raises(BatchError, match=rf"inserts 0 to 1000000 rows; got batch_size={size}\."):
+            client.get_meta(["x"], size, "p", mode="insert")
 
 
 def fetch(rank: int) -> list[int]:

@@ -29,6 +29,8 @@ from rl_transferqueue.compat.tensordicts import Parser, parsed, schema_of, to_ba
 from rl_transferqueue.consume.sampled_batches import draws_of
 
 _KEY = "key"
+MOST_INSERTED = 1_000_000
+"""Rows that one get_meta inserts: their keys are one message, and each takes memory here first."""
 
 
 async def get_meta(
@@ -43,10 +45,15 @@ async def get_meta(
     """Choose rows for a task (fetch), add rows (insert), or list all rows (force_fetch).
 
     Raises:
+        BatchError: the mode is unknown, or `batch_size` is not 0 to MOST_INSERTED for an insert.
         NotReadyError: too few rows were ready before the deadline. In polling mode the result
             is an empty BatchMeta instead.
     """
     if mode == "insert":
+        if not 0 <= batch_size <= MOST_INSERTED:
+            raise BatchError(
+                f"get_meta inserts 0 to {MOST_INSERTED} rows; got batch_size={batch_size}. Insert more in several calls."
+            )
         return await _insert(session, data_fields, batch_size, partition_id)
     if mode == "force_fetch":
         return await _force_fetch(session, data_fields, partition_id)
@@ -67,8 +74,6 @@ async def _insert(
     session: Session, fields: Sequence[str], count: int, partition: str, batch: BatchData | None = None
 ) -> BatchMeta:
     """Add `count` rows, with these columns if there are any."""
-    if count < 0:
-        raise BatchError(f"get_meta inserts at least 0 rows; got batch_size {count}.")
     keys = [f"{HIDDEN_KEY}{os.urandom(8).hex()}-{i}" for i in range(count)]
     rows = await session.plane.put(partition, keys, batch, tags=[{}] * count)
     unknown = {"dtype": None, "shape": None, "is_nested": False, "is_non_tensor": False}
