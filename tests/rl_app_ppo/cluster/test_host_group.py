@@ -133,7 +133,7 @@ def test_gpus_that_other_jobs_hold_are_waited_for_and_then_named(cluster):
         first, second = HostGroup(bundles), HostGroup(bundles)
         await first.open()
         with pytest.raises(
-            WorkerError, match=r"not free within 1 s: host 1: 3 GPUs.* 1 GPUs, 3 CPUs.* free\. Stop other jobs"
+            WorkerError, match=r"not free within 1 s: host 1: 3 GPUs.* 1 GPU, 3 CPUs.* free\. Stop other jobs"
         ):
             await second.open(wait_s=1)
         first.close()
@@ -158,7 +158,7 @@ def test_the_app_refuses_a_cluster_that_is_too_small_before_a_process_starts(clu
         check=False,
     )
     assert done.returncode == 2, done.stderr
-    assert "the Ray cluster has no node for host 3: 1 GPUs, 0.5 CPUs (actor_ref-8)" in done.stderr
+    assert "the Ray cluster has no node for host 3: 1 GPU, 0.5 CPUs (actor_ref-8)" in done.stderr
     assert "Add nodes, or lower trainer.nnodes." in done.stderr
     assert "Traceback" not in done.stderr
     assert not list((tmp_path / "outputs").glob("*"))

@@ -76,7 +76,7 @@ def test_replicas_that_share_the_gpus_of_the_actor_reserve_none(size, lenders):
 
 
 def test_a_replica_can_share_no_gpu_where_there_is_none():
-    with pytest.raises(ConfigError, match=r"rollout\.name=vllm needs 1 GPUs for each process of rollout"):
+    with pytest.raises(ConfigError, match=r"rollout\.name=vllm needs 1 GPU for each process of rollout"):
         gpus(0, FSDP, VLLM, "rollout.share_gpus=true")
 
 
@@ -89,7 +89,7 @@ def test_a_reward_model_has_a_gpu_unless_its_file_says_cpu(tmp_path):
         assert gpus(2, f"reward.function={judge}", "placement=fused")["reward"] == expected
     judge.write_text(f'kind = "model"\npath = "{tmp_path}"\ndevice = "cuda"\n')
     trust(judge)
-    with pytest.raises(ConfigError, match=r'device = "cuda" of .*judge\.toml in reward\.function needs 1 GPUs'):
+    with pytest.raises(ConfigError, match=r'device = "cuda" of .*judge\.toml in reward\.function needs 1 GPU for'):
         gpus(0, f"reward.function={judge}")
 
 
@@ -99,13 +99,13 @@ def test_a_reward_model_has_a_gpu_unless_its_file_says_cpu(tmp_path):
         (2, ["fsdp.world_size=3", "rollout.device=cpu"], r"need 3 .*actor_ref.* and 2 can .*for actor_\w+-2\. Lower fsdp\.world_size, or set"),
         (1, ["placement=separate", "rollout.device=cpu", KL], r"need 2 GPUs .*\(actor 1, ref 1\).* for ref\. Set placement=actor\+ref\+critic"),
         (2, ["placement=separate"], r"need 4 GPUs .* for rollout-0\. Lower rollout\.num_workers or set rollout\.device=cpu, or set trainer"),
-        (0, ["rollout.device=cuda"], r"rollout\.device=cuda needs 1 GPUs for each process of rollout, and Ray has none"),
+        (0, ["rollout.device=cuda"], r"rollout\.device=cuda needs 1 GPU for each process of rollout, and Ray has none"),
         (3, [VLLM, "rollout.tensor_model_parallel_size=2"], r"left for rollout-0\. Lower rollout\.num_workers or rollout\.\w+\.$"),
         (4, ["fsdp.world_size=4", "trainer.n_gpus_per_node=3"], r"3 can be used on this one \(trainer\.n_gpus_per_node\)"),
         (4, ["trainer.n_gpus_per_node=5"], r"trainer\.n_gpus_per_node=5, but Ray has 4 GPUs on this node"),
-        (4, ["trainer.n_gpus_per_node=0", "fsdp.device=cuda"], r"fsdp\.device=cuda needs 1 GPUs .* trainer\.n_gpus_per_node=0 leaves none"),
-        (4, ["trainer.n_gpus_per_node=0", "model_engine=torch", "torch.device=cuda"], r"torch\.device=cuda needs 1 GPUs"),
-        (0, [VLLM], r"rollout\.name=vllm needs 1 GPUs for each process of rollout, and Ray has none on this node"),
+        (4, ["trainer.n_gpus_per_node=0", "fsdp.device=cuda"], r"fsdp\.device=cuda needs 1 GPU for .* trainer\.n_gpus_per_node=0 leaves none"),
+        (4, ["trainer.n_gpus_per_node=0", "model_engine=torch", "torch.device=cuda"], r"torch\.device=cuda needs 1 GPU for"),
+        (0, [VLLM], r"rollout\.name=vllm needs 1 GPU for each process of rollout, and Ray has none on this node"),
     ],
 )  # fmt: skip
 def test_too_few_gpus_are_refused_with_the_role_that_lacks_them_and_the_key(found, overrides, words):

@@ -106,7 +106,7 @@ def test_hosts_are_matched_to_nodes_whatever_their_order():
     [
         ([bundle(1, 8, 4), bundle(2, 8, 32)], r"no node for host 2: 8 GPUs, 32 CPUs \(actor-2\)\..*lower trainer\.n_gpus_per_node or ray\.cpus_"),
         ([bundle(1, 9, 0)], r"no node for host 1: 9 GPUs.*10\.0\.0\.2: 4 GPUs, 4 CPUs\. Add nodes, or lower trainer\.n_gpus_per_node\."),
-        ([bundle(1, 1, 65)], r"no node for host 1: 1 GPUs, 65 CPUs .*or lower ray\.cpus_per_worker\."),
+        ([bundle(1, 1, 65)], r"no node for host 1: 1 GPU, 65 CPUs .*or lower ray\.cpus_per_worker\."),
         ([bundle(i, 1, 1) for i in (1, 2, 3)], r"needs 3 hosts \(trainer\.nnodes\), .*no node for host 3.* or lower trainer\.nnodes\."),
     ],
 )  # fmt: skip

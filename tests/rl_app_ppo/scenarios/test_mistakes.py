@@ -110,7 +110,7 @@ MISTAKES = [
     (["data.train_files=qa.parquet"], ["all 20 rows of qa.parquet", "data.prompt_key=question"]),
     (["data.train_files=no_truth.jsonl"], ["all 20 rows of no_truth.jsonl", "`ground_truth` - at `$.reward_model`"]),
     (["data.train_files=long.jsonl"], ["longest prompt has", "context is 128", "data.max_prompt_length to at most 112"]),
-    (["data.max_prompt_length=3"], ["No usable row", "20 prompts have more than 3 tokens (data.max_prompt_length)"]),
+    (["data.max_prompt_length=3"], ["No usable row", "Prompts with more than 3 tokens (data.max_prompt_length): 20."]),
     (["data.max_prompt_length=3", "data.filter_overlong_prompts=false"], ["more than data.max_prompt_length=3 (data.filter_overlong_prompts=true"]),
     (["data.val_files=gone.jsonl"], ["gone.jsonl (relative to ", "can't be read", "data.val_files"]),
     (["model.path=gone"], ["model.path='gone'", "hf download gone"]),

@@ -144,7 +144,10 @@ def test_a_plan_names_gpus_that_stand_idle(tmp_path, capsys):
     _, folder = model_of("qwen2.5-0.5b", tmp_path)
     one = ["preset=gsm8k-qwen2.5-0.5b-1gpu", f"model.path={folder}", "rollout.device=cpu", "rollout.dtype=float32"]
     assert main(["--plan", *one, "torch.device=cpu", "torch.param_dtype=float32"]) == 0
-    assert "warning: the models train on the CPU (model_engine=torch) while 1 GPUs" in capsys.readouterr().out
+    assert (
+        "warning: the models train on the CPU (model_engine=torch) while 1 GPU of this node stands idle"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_model_on_a_gpu_is_compared_with_the_memory_of_the_gpu_and_not_of_the_host(tmp_path):

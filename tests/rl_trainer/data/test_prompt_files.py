@@ -400,7 +400,7 @@ def test_a_cache_that_can_not_be_written_is_named(tmp_path, encoder):
 def test_a_file_of_prompts_that_are_all_too_long(tmp_path, encoder):
     path = write_jsonl(tmp_path / "a.jsonl", [row("x" * 9)])
     with pytest.raises(
-        ConfigError, match=r"No usable row in .*: 1 prompts have more than 8 tokens \(DataFiles\.max_prompt"
+        ConfigError, match=r"No usable row in .*: Prompts with more than 8 tokens \(DataFiles\.max_prompt"
     ):
         open_files(files(path, max_prompt_length=8), encoder, tmp_path / "cache")
 

@@ -47,7 +47,7 @@ def check_gpu_memory(path: Path, config: AppConfig, planned: Sequence[PlannedPro
             )
             raise ConfigError(
                 f"Process {process.name} needs {shown_bytes(sum(parts.values()))} of GPU memory before any activation or KV cache ({listed}); "
-                f"its {process.gpus} GPUs have {shown_bytes(available)} each. Raise {remedy}. --plan prints all processes."
+                f"GPUs: {process.gpus} of {shown_bytes(available)} each. Raise {remedy}. --plan prints all processes."
             )
 
 

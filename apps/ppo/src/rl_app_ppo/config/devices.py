@@ -141,7 +141,8 @@ def idle_gpus(config: AppConfig, planned: Iterable[PlannedProcess], gpus: int) -
     if config.engine.trains_on != "cpu" or config.trainer.n_gpus_per_node == 0 or idle <= 0:
         return ""
     return (
-        f"the models train on the CPU (model_engine={config.model_engine}) while {idle} GPUs of this node stand idle; set "
+        f"the models train on the CPU (model_engine={config.model_engine}) while "
+        f"{idle} GPU{'s' * (idle != 1)} of this node stand{'s' * (idle == 1)} idle; set "
         f"{config.model_engine}.device=auto to train on a GPU, or {GPUS_KEY}=0 to use none."
     )
 
@@ -174,7 +175,7 @@ def _check_cpu(asked: Mapping[Role, _Need], config: AppConfig) -> None:
     for role, need in asked.items():
         if need.setting:
             raise ConfigError(
-                f"{need.setting} needs {need.gpus} GPUs for each process of {role}, and {none}. Change one of them."
+                f"{need.setting} needs {need.gpus} GPU{'s' * (need.gpus != 1)} for each process of {role}, and {none}. Change one of them."
             )
 
 

@@ -31,7 +31,7 @@ class HostBundle:
     cpus: float
 
     def __str__(self) -> str:
-        return f"host {self.number}: {self.gpus} GPUs, {self.cpus:g} CPUs ({', '.join(self.processes)})"
+        return f"host {self.number}: {self.gpus} GPU{'s' * (self.gpus != 1)}, {self.cpus:g} CPU{'s' * (self.cpus != 1)} ({', '.join(self.processes)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class NodeResources:
     cpus: float
 
     def __str__(self) -> str:
-        return f"{self.address}: {self.gpus} GPUs, {self.cpus:g} CPUs"
+        return f"{self.address}: {self.gpus} GPU{'s' * (self.gpus != 1)}, {self.cpus:g} CPU{'s' * (self.cpus != 1)}"
 
 
 def hosts_of(
@@ -124,7 +124,7 @@ def match_nodes(bundles: Sequence[HostBundle], nodes: Sequence[NodeResources]) -
         if not place(number, set()):
             shown = "; ".join(map(str, nodes)) or "none"
             raise ConfigError(
-                f"The run needs {len(bundles)} hosts ({NODES_KEY}), and the Ray cluster has no node for {bundle}. Wanted: "
+                f"The run needs {len(bundles)} host{'s' * (len(bundles) != 1)} ({NODES_KEY}), and the Ray cluster has no node for {bundle}. Wanted: "
                 f"{'; '.join(map(str, bundles))}. Nodes: {shown}. Add nodes, or lower {_remedies(bundle, nodes, len(bundles))}."
             )
 

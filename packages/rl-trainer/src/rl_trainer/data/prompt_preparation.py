@@ -111,7 +111,7 @@ def _why_none(report: Report, files: DataFiles, tally: _Tally) -> str:
     reasons: list[str] = []
     if report.overlong:
         most = files.max_prompt_length
-        reasons.append(f"{report.overlong} prompts have more than {most} tokens (DataFiles.max_prompt_length).")
+        reasons.append(f"Prompts with more than {most} tokens (DataFiles.max_prompt_length): {report.overlong}.")
     if report.bad:
         reasons.append(f"{report}. {tally.bad.remedy(files.prompt_key, can_skip=bool(report.rows))}")
     return " ".join(reasons) or f"there are no rows at all. A row is {ROW_FORMAT}."

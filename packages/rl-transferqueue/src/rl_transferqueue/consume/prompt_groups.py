@@ -252,7 +252,7 @@ class GroupBook:
         if failed := [group for group in self._with("failed") if uids is None or group.uid in uids]:
             first = failed[0]
             raise RolloutError(
-                f"The rollout of {len(failed)} prompts failed. The first is {first.uid!r}, in attempt {first.attempt + 1}: "
+                f"The rollout of {len(failed)} prompt{'s' * (len(failed) != 1)} failed. The first is {first.uid!r}, in attempt {first.attempt + 1}: "
                 f"{first.reason.rstrip('.')}. Set ReplayConfig.on_failure=refill to roll such prompts out again, at most "
                 "ReplayConfig.max_attempts times, or discard their groups."
             )
