@@ -66,8 +66,8 @@ class TransferQueueConfig(Options):
     )
     verify: bool = option(
         False,
-        "Compare rows in memory of the controller's host with the digests of their puts (xxh3) whenever a client asks where they are; rows "
-        "that differ are read again from the journal. Memory of rows that share a put is free once all of them are cleared.",
+        "Compare rows in memory with the digests of their puts (xxh3) whenever a client asks where they are; rows that differ are read "
+        "again from the journal. Memory of rows that share a put is free once all of them are cleared.",
         needs="durability!=off",
     )
     shared_memory: bool = option(

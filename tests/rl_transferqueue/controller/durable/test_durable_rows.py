@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import xxhash
 
 from rl_protocol import BatchData, BatchError, ConflictError, OutputError, dense
 from rl_protocol.errors import CapacityTimeout, PlaneLostError, PlaneTimeout, RLError
@@ -459,7 +460,23 @@ def test_the_journal_gets_the_bytes_of_a_unit_of_another_host_before_the_put_is_
     assert isinstance(record, PutRecord)
     assert (record.keys, record.generations, dict(record.columns)) == (("a",), (2,), {PAYLOAD: b"payload"})
     assert world.puts == [put + 1, put]
-    assert not world.rows.drop_damaged("p", ["a"], ["x"]), "memory of other hosts is not looked at"
+    assert not world.rows.drop_damaged("p", ["a"], ["x"]), "its unit looks at memory of another host"
+    assert [block.ref.span.unit for block in world.rows.elsewhere("p", ["a", "b"], ["x"])] == [2] * verify
+
+
+def test_rows_that_are_damaged_on_another_host_are_on_the_disk_alone_unless_they_are_gone() -> None:
+    world = with_another_host(verify=True)
+    for key in "ab":
+        world.put(key, n=7, data=True, host="there")
+        world.fetches.pop()(bytearray(b"payload"))
+        recorded(world)
+    blocks = world.rows.elsewhere("p", ["a", "b"], ["x"])
+    assert {block.digest for block in blocks} == {xxhash.xxh3_128_digest(b"payload")}
+    world.ledger.clear("p", ["b"])
+    world.rows.drop_different(blocks)
+    assert world.rows.damaged == 1, "the memory of a block that was cleared may be another's"
+    assert world.ledger.on_disk("p", ["a"], ["x"]).tolist() == [1]
+    assert world.rows.elsewhere("p", ["a"], ["x"]) == []
 
 
 def test_a_put_whose_bytes_can_not_be_read_from_another_host_fails_and_frees_its_memory() -> None:

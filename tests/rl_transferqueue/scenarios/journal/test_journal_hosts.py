@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import mmap
 import os
 import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from host_helpers import host_units, on_host, start_client
 from polling import until_async
 
-from rl_protocol import PlaneLostError
+from rl_protocol import PlaneLostError, PlaneTimeout
 from rl_protocol.support import host_identity
 from rl_transferqueue import Client, LocalPlane, PlaneDescriptor, TransferQueueConfig, connect
 from rl_transferqueue.launch.local_plane import start_local_plane
@@ -89,6 +91,60 @@ def test_rows_of_another_host_stay_there_and_are_in_the_journal(tmp_path: Path) 
         assert plane.recovery is not None
         assert plane.recovery.rows_kept == 8
         asyncio.run(again(plane.descriptor))
+
+
+def flip(pid: int, value: int) -> None:
+    """Change a byte of a row in the arena of a storage unit."""
+    row, flipped = np.full(1 << 12, value, np.int64).tobytes(), 0
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        if not file.is_symlink() or "memfd:" not in str(file.readlink()):
+            continue
+        with file.open("r+b") as arena, mmap.mmap(arena.fileno(), 0) as memory:
+            place = memory.find(row)
+            if place >= 0:
+                memory[place + 5 * 8] ^= 0x10
+                flipped += 1
+    assert flipped == 1
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_rows_that_are_damaged_in_memory_of_another_host_come_from_the_journal(tmp_path: Path, verify: bool) -> None:
+    """Row 3 is damaged, and the rows of its put are on the disk alone from then on."""
+    with start(tmp_path, verify=verify) as plane, host_units("b", THERE) as (units, pids):
+        plane.join(units)
+        on_host("b", plane.descriptor, PUT)
+
+        async def main() -> None:
+            async with await connect(plane.descriptor) as client:
+                assert await values(client, ["2"]) == [2]
+                flip(pids[0], 3)
+                assert await values(client) == [0, 1, 2, 3 if verify else 3 ^ 0x10, 4, 5, 6, 7]
+                assert (await client.stats()).damaged == verify
+                hosts = await client.row_hosts("p", ["3"])
+                assert [host.rpartition("/")[2] for host in hosts.hosts] == ["a", "b"]
+                assert hosts.nbytes[0].tolist() == [verify * NBYTES // 8, (not verify) * NBYTES // 8]
+
+        asyncio.run(main())
+
+
+def test_a_read_that_waits_for_the_unit_of_a_host_that_is_lost_ends(tmp_path: Path) -> None:
+    """The unit is stopped, so it does not compare its rows, and is then killed."""
+    with start(tmp_path, verify=True) as plane, host_units("b", THERE) as (units, pids):
+        plane.join(units)
+        on_host("b", plane.descriptor, PUT)
+
+        async def main() -> None:
+            async with await connect(plane.descriptor) as client:
+                os.kill(pids[0], signal.SIGSTOP)
+                meta = await client.list_rows("p", fields=["x"])
+                with pytest.raises(PlaneTimeout, match=r"units \[1\] of other hosts did not compare rows of partition"):
+                    await client.get(meta, timeout_s=0.2)
+                reading = asyncio.create_task(values(client))
+                await asyncio.sleep(0)
+                kill(pids)
+                assert await reading == [*range(8)]
+
+        asyncio.run(main())
 
 
 def test_rows_of_a_host_that_is_lost_come_from_the_journal(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from rl_transferqueue.controller.durable.durable_rows import DurableRows
 from rl_transferqueue.controller.durable.journal_thread import JournalThread
 from rl_transferqueue.controller.durable.recovery import restore
 from rl_transferqueue.controller.durable.remote_blocks import Fetched, RemoteBlocks
+from rl_transferqueue.controller.durable.remote_digests import RemoteDigests
 from rl_transferqueue.controller.memory_accounting.capacity import Capacity
 from rl_transferqueue.controller.memory_requests import MemoryRequests
 from rl_transferqueue.controller.row_requests import RowRequests
@@ -91,7 +92,10 @@ class Controller:
         self._cleanup = BlockCleanup(
             self._ledger, self._capacity, self._units, self.server, self._memory.serve, stored=spec.stored
         )
-        self._rows = RowRequests(self._ledger, self._capacity, self._memory, self._cleanup, self._sessions, self.server)
+        self._digests = RemoteDigests(self._units.send)
+        self._rows = RowRequests(
+            self._ledger, self._capacity, self._memory, self._cleanup, self._sessions, self.server, self._digests
+        )
         self._session_requests = SessionRequests(
             self._sessions, blocks, self._capacity, self._rows, self._memory, self._cleanup, self._units
         )
@@ -230,6 +234,7 @@ class Controller:
         if self._remote is not None:
             self._remote.lose(unit)
         self._rows.serve(self._ledger.lose_unit(unit))
+        self._digests.lose(unit)
         self._cleanup.run()
         self._memory.serve()
 

@@ -11,9 +11,11 @@ from rl_transferqueue.controller.block_cleanup import BlockCleanup
 from rl_transferqueue.controller.column_counters import ColumnCounters
 from rl_transferqueue.controller.durable.consumed_rows import Consumed, ConsumedRows
 from rl_transferqueue.controller.durable.durable_rows import DurableRows
+from rl_transferqueue.controller.durable.remote_digests import RemoteDigests
 from rl_transferqueue.controller.durable.row_loads import RowLoads
 from rl_transferqueue.controller.memory_accounting.capacity import Capacity
 from rl_transferqueue.controller.memory_requests import MemoryRequests, Replies
+from rl_transferqueue.controller.rows.block_table import Block
 from rl_transferqueue.controller.rows.ledger import Ledger
 from rl_transferqueue.controller.rows.waiters import Served, Waiter, Watcher
 from rl_transferqueue.controller.sessions import Sessions
@@ -61,6 +63,7 @@ class RowRequests:
         cleanup: BlockCleanup,
         sessions: Sessions,
         replies: Replies,
+        digests: RemoteDigests,
     ) -> None:
         self._ledger = ledger
         self._capacity = capacity
@@ -68,6 +71,7 @@ class RowRequests:
         self._cleanup = cleanup
         self._sessions = sessions
         self._replies = replies
+        self._digests = digests
         self.columns = ColumnCounters()
         self.durable: DurableRows | None = None
         """Set where puts must survive the plane."""
@@ -207,9 +211,46 @@ class RowRequests:
         if self.durable is not None:
             if self.durable.drop_damaged(message.partition, message.keys, message.fields):
                 self._cleanup.run()
-            if self._ledger.on_disk(message.partition, message.keys, message.fields).size:
-                self._load(self.durable.loads, caller, message)
+            if elsewhere := self.durable.elsewhere(message.partition, message.keys, message.fields):
+                self._compare(self.durable, elsewhere, caller, message)
                 return None
+            return self._locate_whole(self.durable, caller, message)
+        return self._place(caller, message)
+
+    def _compare(self, durable: DurableRows, blocks: Sequence[Block], caller: Caller, message: Locate) -> None:
+        """Answer a request once the units of other hosts have compared its blocks, unless its
+        caller leaves before."""
+
+        def compared(different: Sequence[Block]) -> None:
+            self._sessions.unpark(caller)
+            durable.drop_different(different)
+            self._cleanup.run()
+            try:
+                located = self._locate_whole(durable, caller, message)
+            except RLError as error:
+                self._replies.fail(caller, error)
+                return
+            if located is not None:
+                self._replies.answer(caller, located)
+
+        def expired() -> None:
+            units = sorted({block.ref.span.unit for block in blocks})
+            self._replies.fail(
+                caller,
+                PlaneTimeout(
+                    f"Storage units {units} of other hosts did not compare rows of partition {message.partition!r} with the digests of "
+                    f"their puts within {message.timeout_s:.3g} s. Raise TransferQueueConfig.timeout_s, or set TransferQueueConfig.verify=False."
+                ),
+            )
+
+        self._sessions.park(caller, message.timeout_s, lambda: self._digests.leave(caller), expired)
+        self._digests.compare(caller, blocks, compared)
+
+    def _locate_whole(self, durable: DurableRows, caller: Caller, message: Locate) -> Located | None:
+        """Answer a request whose damaged rows have left memory."""
+        if self._ledger.on_disk(message.partition, message.keys, message.fields).size:
+            self._load(durable.loads, caller, message)
+            return None
         return self._place(caller, message)
 
     def _load(self, loads: RowLoads, caller: Caller, message: Locate) -> None:

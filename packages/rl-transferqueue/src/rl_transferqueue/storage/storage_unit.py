@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 import numpy as np
+import xxhash
 
 from rl_protocol.errors import PlaneLostError, WireError
 from rl_protocol.wire import plan, plan_rows, read_payload, write_payload
@@ -22,8 +23,10 @@ from rl_transferqueue.wire.messages import (
     CONTROLLER,
     ArenaMemory,
     AwaitEnd,
+    ComputeDigest,
     Copy,
     DescribeMemory,
+    Digest,
     Done,
     Fence,
     HangUp,
@@ -65,6 +68,7 @@ class StorageUnit:
                 DescribeMemory: self._describe,
                 HangUp: self._hang_up,
                 Measure: self._measure,
+                ComputeDigest: self._digest,
                 Copy: self._copy,
             },
         )
@@ -142,6 +146,10 @@ class StorageUnit:
         batch = read_payload(header, self._memory(message.source)[: header.payload], message.fields)
         wanted = plan_rows(batch, _rows(message.rows))
         return Measured(msgspec.msgpack.encode(wanted), wanted.payload)
+
+    def _digest(self, caller: Caller, message: ComputeDigest) -> Digest:
+        _check_controller(caller)
+        return Digest(xxhash.xxh3_128_digest(self._memory(message.block)[: message.nbytes]))
 
     def _copy(self, caller: Caller, message: Copy) -> Done:
         _check_controller(caller)

@@ -287,6 +287,13 @@ class Measure(_Message, frozen=True):
     fields: tuple[str, ...]
 
 
+class ComputeDigest(_Message, frozen=True):
+    """Compute the xxh3-128 of the first `nbytes` bytes of a block."""
+
+    block: Span
+    nbytes: Count
+
+
 class Copy(_Message, frozen=True):
     """Copy columns `fields` of rows `rows` of a block to `target`, laid out as measured."""
 
@@ -466,6 +473,10 @@ class Measured(_Message, frozen=True):
     """Bytes the copy needs."""
 
 
+class Digest(_Message, frozen=True):
+    digest: bytes
+
+
 class ArenaMemory(_Message, frozen=True):
     """What `rl_transferqueue.memory.arena.map_memory` needs."""
 
@@ -514,7 +525,7 @@ ControllerRequest: TypeAlias = (
     | GetMetrics
     | Cancel
 )
-UnitRequest: TypeAlias = Fence | AwaitEnd | Free | Populate | DescribeMemory | HangUp | Measure | Copy
+UnitRequest: TypeAlias = Fence | AwaitEnd | Free | Populate | DescribeMemory | HangUp | Measure | ComputeDigest | Copy
 AnyRequest: TypeAlias = ControllerRequest | UnitRequest
 Notice: TypeAlias = Revoked | Reclaim
 Answer: TypeAlias = (
@@ -534,6 +545,7 @@ Answer: TypeAlias = (
     | Stats
     | Metrics
     | Measured
+    | Digest
     | ArenaMemory
     | Notice
 )

@@ -18,6 +18,7 @@ from rl_transferqueue.controller.durable.remote_blocks import Fetched
 from rl_transferqueue.controller.durable.row_loads import PAYLOAD, RowLoads
 from rl_transferqueue.controller.memory_accounting.capacity import Capacity
 from rl_transferqueue.controller.memory_requests import Replies
+from rl_transferqueue.controller.rows.block_table import Block as MemoryBlock
 from rl_transferqueue.controller.rows.ledger import Ledger
 from rl_transferqueue.controller.rows.waiters import Served
 from rl_transferqueue.journal.records import Block, ClearRecord, Origin, PutRecord, Record
@@ -100,7 +101,7 @@ class DurableRows:
         fetch: `RemoteBlocks.fetch`, for the units of other hosts.
         replies: where errors and answers of clears go.
         outcomes: what follows.
-        verify: compare blocks with the digests of their puts; see `drop_damaged`.
+        verify: compare blocks with the digests of their puts; see `drop_damaged` and `elsewhere`.
         keep_origins: have the journal keep the answers to the last puts of each session.
 
     Attributes:
@@ -169,17 +170,36 @@ class DurableRows:
         rows of those that differ leave memory, and come back from the journal; returns whether
         there are any."""
         found = False
-        for block in self.ledger.blocks_of(partition, keys, fields) if self.verify else ():
-            if block.digest and self._digest(self._payload(block.ref.span, block.header)) != block.digest:
-                rows, found = self.ledger.unload_block(block), True
-                self.damaged += 1
-                log.error(
-                    "%d rows of partition %r are damaged in the memory of storage unit %d; they are read again from the journal",
-                    rows,
-                    block.partition,
-                    block.ref.span.unit,
-                )
+        for block in self._verified(partition, keys, fields, here=True):
+            if self._digest(self._payload(block.ref.span, block.header)) != block.digest:
+                self._drop(block)
+                found = True
         return found
+
+    def elsewhere(self, partition: str, keys: Sequence[str], fields: Sequence[str]) -> list[MemoryBlock]:
+        """The blocks with these columns on other hosts that their units must compare."""
+        return self._verified(partition, keys, fields, here=False)
+
+    def drop_different(self, blocks: Sequence[MemoryBlock]) -> None:
+        """`drop_damaged` for blocks that differed in the memory of other hosts, unless they have
+        been freed since: their memory may be that of another put."""
+        for block in blocks:
+            if self.ledger.blocks.blocks.get(block.ref.slot) is block:
+                self._drop(block)
+
+    def _verified(self, partition: str, keys: Sequence[str], fields: Sequence[str], *, here: bool) -> list[MemoryBlock]:
+        blocks = self.ledger.blocks_of(partition, keys, fields) if self.verify else ()
+        return [block for block in blocks if block.digest and self.capacity.is_here(block.ref.span.unit) == here]
+
+    def _drop(self, block: MemoryBlock) -> None:
+        rows = self.ledger.unload_block(block)
+        self.damaged += 1
+        log.error(
+            "%d rows of partition %r are damaged in the memory of storage unit %d; they are read again from the journal",
+            rows,
+            block.partition,
+            block.ref.span.unit,
+        )
 
     def _payload(self, block: Span, header: bytes) -> memoryview:
         return self.memory(block)[: unpack_header(header).payload]
@@ -211,8 +231,7 @@ class DurableRows:
             self._unpin(caller, message, made=False)
             raise
         generations = ledger.generations(message.partition, message.keys, first)
-        here = block is not None and self.capacity.is_here(block.unit)
-        digest = self._digest(payload) if payload is not None and here else b""
+        digest = self._digest(payload) if payload is not None else b""
         record = PutRecord(
             partition=message.partition,
             keys=message.keys,
