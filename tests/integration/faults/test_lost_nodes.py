@@ -22,9 +22,9 @@ COMMON = (
 
 
 @contextmanager
-def run_on_three_nodes(mark: str, folder: Path, *overrides: str, lines: int):
-    """Yield a run that trains on two of three nodes besides the head, and the cluster."""
-    with several_nodes({"num_cpus": 0}, *[{"num_cpus": 4}] * 3) as cluster:
+def run_on_nodes(mark: str, folder: Path, *overrides: str, lines: int, nodes: int = 3):
+    """Yield a run that trains on two of so many nodes besides the head, and the cluster."""
+    with several_nodes({"num_cpus": 0}, *[{"num_cpus": 4}] * nodes) as cluster:
         run = started(mark, folder, *COMMON, f"ray.address={cluster.address}", *overrides, lines=lines)
         try:
             yield run, cluster
@@ -49,7 +49,7 @@ def steps(folder: Path) -> list[int]:
 def test_a_rollout_worker_whose_node_is_killed_gets_a_new_process_on_another(tmp_path, base_model, mark):
     folder, total = tmp_path / "run", 24
     alone = ("placement=[actor+reward]", "actor.use_kl_loss=false", f"trainer.total_training_steps={total}")
-    with run_on_three_nodes(mark, folder, f"model.path={base_model}", *alone, lines=2) as (run, cluster):
+    with run_on_nodes(mark, folder, f"model.path={base_model}", *alone, lines=2) as (run, cluster):
         kill_node_of(cluster, processes_of(folder, "rollout-1")[-1])
         out, err = run.communicate(timeout=300)
     assert run.returncode == 0, (out, err)
@@ -58,12 +58,30 @@ def test_a_rollout_worker_whose_node_is_killed_gets_a_new_process_on_another(tmp
     assert steps(folder) == list(range(1, total + 1))
 
 
+@pytest.mark.slow
+def test_a_run_without_another_node_says_which_one_is_gone_and_waits_until_one_joins(tmp_path, base_model, mark):
+    folder, total = tmp_path / "run", 24
+    alone = ("placement=[actor+reward]", "actor.use_kl_loss=false", f"trainer.total_training_steps={total}")
+    with run_on_nodes(mark, folder, f"model.path={base_model}", *alone, nodes=2, lines=2) as (run, cluster):
+        kill_node_of(cluster, processes_of(folder, "rollout-1")[-1])
+        said = next((line for line in run.stdout if "worker rollout-1 can't start yet: " in line), "")
+        cluster.add_node(object_store_memory=80 << 20, num_cpus=4)
+        out, err = run.communicate(timeout=300)
+    assert run.returncode == 0, (out, err)
+    assert re.search(
+        r"can't start yet: Node \d+\S+ is gone, and the Ray cluster has no other one for host 2: 0 GPUs, .*\(rollout-1\)\. "
+        r"The run waits up to 400 s \(ray\.start_timeout_s\) for a node to join; ",
+        said,
+    )
+    assert steps(folder) == list(range(1, total + 1))
+
+
 @pytest.mark.nightly
 def test_a_run_whose_node_with_a_rank_of_the_actor_is_killed_starts_again_on_another(tmp_path, base_model, mark):
     folder, total = tmp_path / "run", 12
     ranks = ("model_engine=fsdp", "fsdp.world_size=2", "fsdp.device=cpu", "placement=actor+ref", "trainer.save_freq=2")
     more = ("actor.use_kl_loss=true", f"trainer.total_training_steps={total}")
-    with run_on_three_nodes(mark, folder, f"model.path={base_model}", *ranks, *more, lines=3) as (run, cluster):
+    with run_on_nodes(mark, folder, f"model.path={base_model}", *ranks, *more, lines=3) as (run, cluster):
         kill_node_of(cluster, processes_of(folder, "actor_ref-1")[-1])
         out, err = run.communicate(timeout=400)
     assert run.returncode == 0, (out, err)

@@ -74,6 +74,39 @@ def test_a_start_does_not_wait_once_a_process_that_the_run_needs_has_ended(tmp_p
         asyncio.run(process.ready(timeout_s=600))
 
 
+def test_a_start_that_waits_for_a_node_says_so_at_once_and_at_its_deadline(tmp_path, monkeypatch):
+    never = SimpleNamespace(remote=lambda: asyncio.get_running_loop().create_future())
+    monkeypatch.setattr(ray_actor, "_actor_class", Stopped)
+    monkeypatch.setattr(Stopped, "place", never, raising=False)
+    monkeypatch.setattr(ray_actor, "_LOOK_S", 0.0)
+    said, looks = list[str](), iter(["", "host 2: 0 GPUs, 1 CPUs (rollout-1)"])
+
+    async def body(timeout_s: float) -> None:
+        told = asyncio.Event()
+        process = RayProcess(
+            *(["rollout"], "rollout-1", tmp_path / "rollout-1.log", 1),
+            missing_node=lambda: next(looks, "host 2: 0 GPUs, 1 CPUs (rollout-1)"),
+            say=lambda line: (said.append(line), told.set()),
+        )
+        process._address = "10.0.0.3"
+        starting = asyncio.create_task(process.ready(timeout_s))
+        if timeout_s > 60:
+            await asyncio.wait_for(told.wait(), 60)
+            starting.cancel()
+        await starting
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(body(120))
+    lacks = "Node 10.0.0.3 is gone, and the Ray cluster has no other one for host 2: 0 GPUs, 1 CPUs (rollout-1). "
+    assert said == [
+        f"worker rollout-1 can't start yet: {lacks}The run waits up to 120 s (ray.start_timeout_s) for a node to join; or stop it, and "
+        "resume it later with trainer.resume_mode=auto"
+    ]
+    with pytest.raises(WorkerError) as late:
+        asyncio.run(body(0.1))
+    assert f"did not start within 0.1 s (ray.start_timeout_s). {lacks}Add a node, or raise " in late.value.message
+
+
 class Served:
     """A Ray actor that takes calls at a Unix socket; `listening` is its server."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rl_app_ppo.config.hosts import HostBundle, NodeResources
@@ -61,6 +61,14 @@ class HostGroup:
         """Options of an actor on a host, from 0."""
         assert self._group is not None, "open() was called"
         return {"scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=host)}
+
+    def missing_node(self, host: int) -> str:
+        """What a host, from 0, needs a node for while it has none, since its node was lost; else
+        empty."""
+        assert self._group is not None, "open() was called"
+        table: Any = placement_group_table(self._group)
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        return "" if table["bundles_to_node_id"].get(host) in alive else str(self._bundles[host])
 
     def close(self) -> None:
         """Release the bundles, which kills their processes; safe to call twice."""

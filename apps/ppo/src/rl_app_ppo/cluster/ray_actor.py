@@ -36,6 +36,8 @@ _CREATION = "error raised in its creation task"
 """Part of Ray's message about a process that has raised an error at its start."""
 _LONGEST_PATH = 107
 """Bytes of the path of a Unix socket."""
+_LOOK_S = 1.0
+"""Seconds between two looks for a node, which Ray may find in the meantime."""
 _END_S = 5.0
 """How long a process that has closed its connection may live before it is killed."""
 
@@ -57,6 +59,8 @@ class RayProcess:
         others: processes of this host without which the run can't continue, id -> description; it
             waits for a start no longer than they live.
         hung: the processes that the run has killed; None: none.
+        missing_node: what `host` needs a node for, while the cluster has none; else empty.
+        say: prints a line.
 
     Attributes:
         actor: Ray's handle of the WorkerProcess.
@@ -81,6 +85,8 @@ class RayProcess:
         host: Mapping[str, Any] | None = None,
         others: Callable[[], Mapping[int, str]] = dict[int, str],
         hung: HungProcesses | None = None,
+        missing_node: Callable[[], str] = str,
+        say: Callable[[str], None] = _log.warning,
     ) -> None:
         self.name = name
         self.pid = 0
@@ -104,6 +110,8 @@ class RayProcess:
         self._servers = ray_servers()
         self._others = others
         self._hung = hung or HungProcesses()
+        self._missing_node = missing_node
+        self._say = say
         self.actor = self._start()
 
     async def build(self, payload: bytes, *, timeout_s: float) -> None:
@@ -163,12 +171,14 @@ class RayProcess:
             raise self._translate(name or self.name, method, error, timeout_s) from None
 
     async def ready(self, timeout_s: float) -> None:
-        """Wait until the process has started, at most `timeout_s` seconds.
+        """Wait until the process has started, at most `timeout_s` seconds; say so if its node is
+        missing, since another one may join the cluster.
 
         Raises:
             WorkerError: it died, did not start within `timeout_s`, or a server of Ray or one of
                 `others` has ended.
         """
+        saying = asyncio.create_task(self._say_missing_node(timeout_s))
         try:
             async with asyncio.timeout(timeout_s):
                 starting = self.actor.place.remote()
@@ -176,10 +186,15 @@ class RayProcess:
                 started = await unless_ended(starting, needed, f"Worker {self.name} can't start")
         except _FAILURES as error:
             if isinstance(error, TimeoutError):
+                missing = await asyncio.to_thread(self._missing_node)
+                remedy = "Add a node, or raise ray.start_timeout_s; trainer.resume_mode=auto resumes the run."
+                why = f"{self._lacks(missing)}. {remedy}" if missing else f"Its log: {self._log_path}"
                 raise WorkerError(
-                    f"Worker {self.name} did not start within {timeout_s:g} s (ray.start_timeout_s). Its log: {self._log_path}"
+                    f"Worker {self.name} did not start within {timeout_s:g} s (ray.start_timeout_s). {why}"
                 ) from None
             raise self._translate(self.name, "start", error, timeout_s) from None
+        finally:
+            saying.cancel()
         self._place = place = msgspec.msgpack.decode(started, type=WorkerPlace)
         self.memory, self.network = place.memory, place.network
         elsewhere = place.memory != this_host()
@@ -188,6 +203,21 @@ class RayProcess:
             node, self._address = self._node()
             if elsewhere:
                 self.host = OtherHost(place.host, place.memory, node, self._address)
+
+    async def _say_missing_node(self, timeout_s: float) -> None:
+        """Say once that the start waits for a node."""
+        missing = ""
+        while not missing:
+            await asyncio.sleep(_LOOK_S)
+            missing = await asyncio.to_thread(self._missing_node)
+        self._say(
+            f"worker {self.name} can't start yet: {self._lacks(missing)}. The run waits up to {timeout_s:g} s (ray.start_timeout_s) for "
+            "a node to join; or stop it, and resume it later with trainer.resume_mode=auto"
+        )
+
+    def _lacks(self, missing: str) -> str:
+        gone = f"Node {self._address}" if self._address else "A node"
+        return f"{gone} is gone, and the Ray cluster has no other one for {missing}"
 
     def _node(self) -> tuple[str, str]:
         """Ray's id of the node that it runs on, and the address of the node."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -56,6 +57,7 @@ class WorkerPool:
         self._files = files
         self._planned: Sequence[PlannedProcess] = ()
         self._hosts: HostGroup | None = None
+        self._say: Callable[[str], None] = logger.info
         self._handles: dict[Role, list[RayWorker]] = {}
         self.processes: list[RayProcess] = []
         self.calls = CallLog()
@@ -101,6 +103,7 @@ class WorkerPool:
             WorkerError: see `placement.require_cpus`, `placement.require_free_gpus` and
                 `HostGroup.open`.
         """
+        self._say = say
         if self._config.trainer.nnodes > 1:
             await self._require_hosts(say)
             return
@@ -167,7 +170,8 @@ class WorkerPool:
         threads, cpus = self._config.trainer.threads_per_worker, self._config.ray.cpus_per_worker
         for planned in self._planned:
             log, reserved = self._files.logs / f"{planned.name}.log", cpus * cpus_used(planned.group, self._config)
-            host = None if self._hosts is None else self._hosts.bundle(planned.host)
+            hosts = self._hosts
+            host = None if hosts is None else hosts.bundle(planned.host)
             process = RayProcess(
                 planned.roles,
                 planned.name,
@@ -180,6 +184,8 @@ class WorkerPool:
                 host=host,
                 others=self.model_pids,
                 hung=self.hung,
+                missing_node=str if hosts is None else partial(hosts.missing_node, planned.host),
+                say=self._say,
             )
             self.processes.append(process)
             for role in planned.roles:
