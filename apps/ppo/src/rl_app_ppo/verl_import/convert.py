@@ -95,8 +95,8 @@ def import_verl(file: Mapping[str, Value]) -> Imported:
     engine = str(given.setdefault(f"{ACTOR}.strategy", ENGINES.get(engine, engine)))
     before = {**resolved_defaults(engine), f"{ACTOR}.strategy": "fsdp"}
     verl = Verl(resolved({**defaults(engine), **given}), frozenset(given))
-    if unnamed := verl.get(name := f"{ROLLOUT}.name") is None:  # verl 0.9 has no default
-        chosen = replacing_engine(verl)
+    name, chosen = f"{ROLLOUT}.name", replacing_engine(verl)
+    if unnamed := verl.get(name) is None:  # verl 0.9 has no default
         verl = Verl({**verl.values, name: chosen}, verl.given)
     for key in verl.values:
         if not key.endswith("_target_"):
