@@ -195,6 +195,7 @@ class RayProcess:
             raise self._translate(self.name, "start", error, timeout_s) from None
         finally:
             saying.cancel()
+            saying.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # Ray's servers have ended
         self._place = place = msgspec.msgpack.decode(started, type=WorkerPlace)
         self.memory, self.network = place.memory, place.network
         elsewhere = place.memory != this_host()
