@@ -97,6 +97,7 @@ def test_the_least_capacity_is_named_and_is_enough():
         ),
         ("transfer_queue.listen=127.0.0.1:99999", ["transfer_queue.listen", "port in 1..65535", "host:port"]),
         ("transfer_queue.backend=simpel", ["transfer_queue.backend", "Did you mean 'simple'?"]),
+        ("transfer_queue.backend=memory", ["transfer_queue.backend=memory keeps rows in the memory of one process"]),
     ],
 )
 def test_each_ends_with_exit_code_2_and_leaves_nothing(tmp_path, monkeypatch, capsys, override, words):

@@ -83,7 +83,6 @@ def trained(base_model, tmp_path, monkeypatch):
             "actor.ppo_mini_batch_size=4",
             "actor.use_kl_loss=true",
             "actor.optim.lr=1e-3",
-            "transfer_queue.backend=memory",
             "trainer.threads_per_worker=1",
         )
         with settings_kept():  # workers in this process change them

@@ -158,7 +158,13 @@ def _algorithm(facts: Facts) -> None:
 
 def _data_plane(facts: Facts) -> None:
     check_kept_rows(facts.config)
-    check_plane(facts.config.transfer_queue)
+    settings = facts.config.transfer_queue
+    if settings.backend == "memory":
+        raise ConfigError(
+            "transfer_queue.backend=memory keeps rows in the memory of one process, and the workers of a run are others; set "
+            "transfer_queue.backend=simple."
+        )
+    check_plane(settings)
 
 
 def _room_of_data(facts: Facts) -> None:
@@ -393,7 +399,7 @@ CHECKS = (
         look=_data_plane,
         fine="its settings fit together, and its address is free",
         used_by=BEFORE,
-        remedy="transfer_queue.listen, transfer_queue.durability",
+        remedy="transfer_queue.backend, transfer_queue.listen, transfer_queue.durability",
     ),
     Check(name="data", look=_data, used_by=BEFORE, remedy="data.train_files, data.val_files", needs=MODEL),
     Check(
