@@ -21,7 +21,8 @@ def score(
     """1 if the answers are equal, else 0; `acc` is the same, `pred` is the answer that was found.
 
     The answer is the content of the last \\boxed{}, the text after the last ####, or else the last
-    expression of the response.
+    expression of the response. Boxes that stand side by side may also be one answer with several
+    values, such as the solutions of an equation.
 
     Args:
         data_source: not used.
@@ -38,8 +39,9 @@ def score(
     gold = _parse(truth if BOXED in truth else f"\\boxed{{{truth}}}")
     if not gold:
         raise ValueError(f"the ground truth {ground_truth!r} can't be read as mathematics")
-    found = _parse(_answer(solution_str))
-    right = float(bool(found) and verify(gold, found, timeout_seconds=None))
+    read = [_parse(text) for text in _answers(solution_str)]
+    equal = next((found for found in read if found and verify(gold, found, timeout_seconds=None)), None)
+    found, right = equal or read[0], float(equal is not None)
     return {"score": right, "acc": right, "pred": str(found[0]) if found else ""}
 
 
@@ -47,12 +49,12 @@ def _last(text: str) -> str:
     return text.rpartition(GSM8K_MARK)[2].strip() if GSM8K_MARK in text else text
 
 
-def _answer(response: str) -> str:
-    """The last part between two marks that has a box, since a mark may also be a heading; or the
-    text after the last mark.
+def _answers(response: str) -> list[str]:
+    """What may be the answer: from the last box on, or all boxes of a part between two marks, since
+    a mark may also be a heading; without boxes the text after the last mark.
     """
-    parts = response.split(GSM8K_MARK)
-    return next((part for part in reversed(parts) if BOXED in part), _last(response))
+    boxed = next((part for part in reversed(response.split(GSM8K_MARK)) if BOXED in part), None)
+    return [_last(response)] if boxed is None else [boxed[boxed.rfind(BOXED) :], boxed]
 
 
 def _parse(text: str) -> list[Any]:
