@@ -371,6 +371,12 @@ def test_schedules_move_once_per_training_step_there_and_per_optimizer_step_here
     assert (config.actor.optim.lr_warmup_steps, config.critic.optim.lr_warmup_steps) == (5 * 4 * 2, 3 * 4)
 
 
+@pytest.mark.parametrize(("verl", "ours"), [(0, 0), (1, 0), (5, 4)])
+def test_the_actor_is_trained_from_the_step_that_verl_names(accepted, verl, ours):
+    """verl's first step is 1."""
+    assert accepted(f"algorithm.adv_estimator=gae trainer.critic_warmup={verl}").critic.warmup_steps == ours
+
+
 def test_clip_ratio_holds_for_a_side_that_is_null(accepted):
     config = accepted("actor_rollout_ref.actor.clip_ratio=0.3 actor_rollout_ref.actor.clip_ratio_low=null")
     assert (config.actor.clip_ratio_low, config.actor.clip_ratio_high) == (0.3, 0.2)

@@ -38,6 +38,4 @@ class CriticConfig(UpdateConfig):
     )
     cliprange_value: float = option(0.5, "largest move of a value per step", gt=0, verl=".")
     loss_agg_mode: str = option("token-mean", "how token losses become one number", choices=CRITIC_AGG_MODES)
-    warmup_steps: int = option(
-        0, "first steps in which the critic alone is trained", ge=0, verl="trainer.critic_warmup"
-    )
+    warmup_steps: int = option(0, "first steps in which the critic alone is trained", ge=0)

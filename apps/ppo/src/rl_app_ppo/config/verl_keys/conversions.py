@@ -432,6 +432,11 @@ def total_steps(value: Value, _: Verl) -> Answer:
     return {"trainer.total_training_steps": -1 if value is None else value}
 
 
+def critic_warmup(value: Value, _: Verl) -> Answer:
+    """verl trains the actor from the step of this number on; its first step is 1."""
+    return {"critic.warmup_steps": max(int(value) - 1, 0)}
+
+
 def loggers(value: Value, _: Verl) -> Answer:
     """Those that exist here."""
     names = items(value)

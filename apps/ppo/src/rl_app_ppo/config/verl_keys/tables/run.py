@@ -27,6 +27,7 @@ ENTRIES: tuple[Entry, ...] = (
     converted("trainer.save_freq", "trainer.save_freq", conversions.at_least_0("trainer.save_freq")),
     converted("trainer.max_actor_ckpt_to_keep", "trainer.max_ckpt_to_keep", conversions.keep, null=True),
     converted("trainer.max_critic_ckpt_to_keep", "trainer.max_ckpt_to_keep", conversions.keep, null=True),
+    converted("trainer.critic_warmup", "critic.warmup_steps", conversions.critic_warmup),
     converted("trainer.resume_mode", "trainer.resume_mode", conversions.resume),
     no_effect("verl reads it with trainer.resume_mode=resume_path alone", "trainer.resume_from_path"),
     converted("trainer.default_local_dir", "trainer.output_dir", conversions.output_dir),
