@@ -11,13 +11,13 @@ import queue
 import threading
 from collections.abc import Sequence
 
-from rl_protocol.errors import RLError
+from rl_protocol.errors import PlaneLostError, RLError
 from rl_transferqueue.controller.controller_spec import ControllerSpec
 from rl_transferqueue.launch.server_specs import Ready, UnitSpec
 from rl_transferqueue.wire.process_liveness import add_lifeline, pop_lifeline
 
 _JOIN_S = 5.0
-_START_S = 5.0
+_START_S = 30.0
 
 
 class ServerThreads:
@@ -81,8 +81,11 @@ class _Threads:
         return said
 
 
-def _said(queue: queue.SimpleQueue[Ready | RLError]) -> Ready:
-    said = queue.get(timeout=_START_S)
+def _said(answer: queue.SimpleQueue[Ready | RLError]) -> Ready:
+    try:
+        said = answer.get(timeout=_START_S)
+    except queue.Empty:
+        raise PlaneLostError(f"A server of the data plane, a thread, was not up within {_START_S:g} s.") from None
     if isinstance(said, RLError):
         raise said
     return said
