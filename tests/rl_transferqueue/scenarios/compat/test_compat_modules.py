@@ -214,7 +214,7 @@ def test_a_put_of_new_rows_that_fails_leaves_none(plane: tq.TransferQueueClient)
 
 
 def test_wrong_numbers_and_values_are_named(plane: tq.TransferQueueClient) -> None:
-    with pytest.raises(BatchError, match="got batch_size -1"):
+    with pytest.raises(BatchError, match="got batch_size=-1"):
         plane.get_meta(["x"], -1, "p", mode="insert")
     with pytest.raises(BatchError, match=r"batch size .* got \[\]"):
         tq.kv_batch_put(["a"], "p", TensorDict({"x": torch.ones(1)}, batch_size=[]))

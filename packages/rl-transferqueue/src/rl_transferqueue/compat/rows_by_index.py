@@ -51,9 +51,7 @@ async def get_meta(
     """
     if mode == "insert":
         if not 0 <= batch_size <= MOST_INSERTED:
-            raise BatchError(
-                f"get_meta inserts 0 to {MOST_INSERTED} rows; got batch_size={batch_size}. Insert more in several calls."
-            )
+            raise BatchError(f"get_meta inserts 0 to {MOST_INSERTED} rows a call; got batch_size={batch_size}.")
         return await _insert(session, data_fields, batch_size, partition_id)
     if mode == "force_fetch":
         return await _force_fetch(session, data_fields, partition_id)
