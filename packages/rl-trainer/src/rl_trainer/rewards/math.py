@@ -50,11 +50,14 @@ def _last(text: str) -> str:
 
 
 def _answers(response: str) -> list[str]:
-    """What may be the answer: from the last box on, or all boxes of a part between two marks, since
-    a mark may also be a heading; without boxes the text after the last mark.
+    """What may be the answer: the last part between two marks that has boxes, since a mark may also
+    be a heading, before it the part from its last box on, if it has several; without boxes the text
+    after the last mark.
     """
     boxed = next((part for part in reversed(response.split(GSM8K_MARK)) if BOXED in part), None)
-    return [_last(response)] if boxed is None else [boxed[boxed.rfind(BOXED) :], boxed]
+    if boxed is None:
+        return [_last(response)]
+    return [boxed] if boxed.count(BOXED) == 1 else [boxed[boxed.rfind(BOXED) :], boxed]
 
 
 def _parse(text: str) -> list[Any]:
