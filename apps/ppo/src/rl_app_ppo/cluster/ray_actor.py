@@ -59,7 +59,8 @@ class RayProcess:
         others: processes of this host without which the run can't continue, id -> description; it
             waits for a start no longer than they live.
         hung: the processes that the run has killed; None: none.
-        missing_node: what `host` needs a node for, while the cluster has none; else empty.
+        missing_node: what `host` needs a node for, while the cluster has none; else empty. None: it
+            can start on no other node.
         say: prints a line.
 
     Attributes:
@@ -85,7 +86,7 @@ class RayProcess:
         host: Mapping[str, Any] | None = None,
         others: Callable[[], Mapping[int, str]] = dict[int, str],
         hung: HungProcesses | None = None,
-        missing_node: Callable[[], str] = str,
+        missing_node: Callable[[], str] | None = None,
         say: Callable[[str], None] = _log.warning,
     ) -> None:
         self.name = name
@@ -186,7 +187,7 @@ class RayProcess:
                 started = await unless_ended(starting, needed, f"Worker {self.name} can't start")
         except _FAILURES as error:
             if isinstance(error, TimeoutError):
-                missing = await asyncio.to_thread(self._missing_node)
+                missing = await asyncio.to_thread(self._missing_node) if self._missing_node else ""
                 remedy = "Add a node, or raise ray.start_timeout_s; trainer.resume_mode=auto resumes the run."
                 why = f"{self._lacks(missing)}. {remedy}" if missing else f"Its log: {self._log_path}"
                 raise WorkerError(
@@ -207,10 +208,12 @@ class RayProcess:
 
     async def _say_missing_node(self, timeout_s: float) -> None:
         """Say once that the start waits for a node."""
-        missing = ""
+        look, missing = self._missing_node, ""
+        if look is None:
+            return
         while not missing:
             await asyncio.sleep(_LOOK_S)
-            missing = await asyncio.to_thread(self._missing_node)
+            missing = await asyncio.to_thread(look)
         self._say(
             f"worker {self.name} can't start yet: {self._lacks(missing)}. The run waits up to {timeout_s:g} s (ray.start_timeout_s) for "
             "a node to join; or stop it, and resume it later with trainer.resume_mode=auto"

@@ -184,7 +184,7 @@ class WorkerPool:
                 host=host,
                 others=self.model_pids,
                 hung=self.hung,
-                missing_node=str if hosts is None else partial(hosts.missing_node, planned.host),
+                missing_node=None if hosts is None else partial(hosts.missing_node, planned.host),
                 say=self._say,
             )
             self.processes.append(process)
