@@ -31,7 +31,7 @@ class HostBundle:
     cpus: float
 
     def __str__(self) -> str:
-        return f"host {self.number}: {self.gpus} GPU{'s' * (self.gpus != 1)}, {self.cpus:g} CPU{'s' * (self.cpus != 1)} ({', '.join(self.processes)})"
+        return f"host {self.number}: {_resources(self.gpus, self.cpus)} ({', '.join(self.processes)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,11 @@ class NodeResources:
     cpus: float
 
     def __str__(self) -> str:
-        return f"{self.address}: {self.gpus} GPU{'s' * (self.gpus != 1)}, {self.cpus:g} CPU{'s' * (self.cpus != 1)}"
+        return f"{self.address}: {_resources(self.gpus, self.cpus)}"
+
+
+def _resources(gpus: int, cpus: float) -> str:
+    return f"{gpus} GPU{'s' * (gpus != 1)}, {cpus:g} CPU{'s' * (cpus != 1)}"
 
 
 def hosts_of(
