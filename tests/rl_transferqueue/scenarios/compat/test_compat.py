@@ -284,7 +284,7 @@ def test_get_meta_waits_for_the_event_until_its_deadline(
     inserted = client.get_meta(["x"], 1, "p", mode="insert")
     assert (inserted.size, inserted.is_ready, inserted.field_names) == (1, False, ["x"])
     for size in (-1, 2**62):
-        with pytest.raises(BatchError, match=rf"inserts 0 to 1000000 rows; got batch_size={size}\."):
+        with pytest.raises(BatchError, match=rf"inserts 0 to 1000000 rows a call; got batch_size={size}\."):
             client.get_meta(["x"], size, "p", mode="insert")
 
 
