@@ -1051,6 +1051,23 @@ def test_dynamic_filtering_trains_on_prompts_that_teach_alone(model_path):
     assert not any(asyncio.run(setup.plane.stats()).rows.values())
 
 
+def test_metrics_of_rewards_are_those_of_all_rounds(model_path):
+    """The first eight prompts have four sessions each whose reward says `first`."""
+    calls = []
+
+    def reward(source, text, truth, extra=None):
+        calls.append(text)
+        return {"score": float(text.startswith(truth)), "first": float(len(calls) <= 32)}
+
+    filtering = {"filter_groups": FilterGroupsConfig(enable=True, metric="score", max_num_gen_batches=3)}
+    setup = Setup(model_path, steps=1, algorithm=filtering, reward=reward)
+    setup.fit()
+    metrics = setup.steps[-1][1]
+    generated = metrics["training/filter_groups/prompts_generated"]
+    assert generated > 8
+    assert metrics["reward/extra/first"] == pytest.approx(8 / generated)
+
+
 def test_a_step_in_which_nothing_teaches_changes_nothing(model_path):
     filtering = {"filter_groups": FilterGroupsConfig(enable=True, max_num_gen_batches=2)}
     setup = Setup(model_path, steps=1, algorithm=filtering, reward=lambda *_: 1.0, sleeps=True)

@@ -76,7 +76,10 @@ class Sampled:
             rows=rows,
             prompts=[prompt for part in parts for prompt in part.prompts],
             groups=sum(part.groups for part in parts),
-            metrics=joined_metrics([part.metrics for part in parts]) | rollout_metrics(rows),
+            metrics=joined_metrics(
+                [part.metrics for part in parts], [len(part.rows) + len(part.unused) for part in parts]
+            )
+            | rollout_metrics(rows),
             scores={uid: score for part in parts for uid, score in part.scores.items()},
             unused=[key for part in parts for key in part.unused],
         )
@@ -189,7 +192,7 @@ class Sampler:
         decision: Generate | Train | GiveUp = Generate(num_prompts=wanted)
         rows = KVBatchMeta(partition=TRAIN_PARTITION, keys=())
         rounds, generated, groups, failed, truncated = 0, 0, 0, set[str](), 0
-        scores = dict[str, tuple[float, float]]()
+        scores, scorings = dict[str, tuple[float, float]](), list[tuple[Mapping[str, float], int]]()
 
         def draw(count: int) -> Sequence[PromptRef]:
             fresh = self._next_prompts(turn, len(prompts), count)
@@ -220,10 +223,10 @@ class Sampler:
             )
             failed |= set(scored.failed)
             scores |= scored.prompt_scores
-            kinds = {
-                name: n + metrics.get(name, 0.0) for name, n in scored.metrics.items() if name.startswith(_FAILURES)
+            scorings.append((scored.metrics, len(new)))
+            metrics |= joined_metrics([one for one, _ in scorings], [n for _, n in scorings]) | {
+                _FAILURES: float(len(failed))
             }
-            metrics |= scored.metrics | kinds | {_FAILURES: float(len(failed))}
             if "filter" not in parts.graph:
                 return Sampled(_without(rows, failed), prompts, groups, metrics | clock.seconds, scores, gap=gap)
             if usable := _without(new, failed):
@@ -320,26 +323,29 @@ def _oldest(sampled: Mapping[int, Sampled], newest: int) -> dict[int, int]:
     return {turn: newest if one.oldest is None else one.oldest for turn, one in sampled.items()}
 
 
-def joined_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of a step, of those of its turns: sums of counts, the largest maximum and time,
-    the least minimum, and means of the rest.
+def joined_metrics(parts: Sequence[Mapping[str, float]], rows: Sequence[int]) -> dict[str, float]:
+    """The metrics of a batch, of those of its parts, which have this many rows each: sums of
+    counts, the largest maximum and time, the least minimum, and of the rest means over the rows.
 
-    >>> joined_metrics([{"a/mean": 1.0, "a/max": 2.0}, {"a/mean": 0.0, "a/max": 3.0}])
-    {'a/mean': 0.5, 'a/max': 3.0}
+    >>> joined_metrics([{"a/mean": 1.0, "a/max": 2.0}, {"a/mean": 0.0, "a/max": 3.0}], [3, 1])
+    {'a/mean': 0.75, 'a/max': 3.0}
     """
-    values: dict[str, list[float]] = {}
-    for part in parts:
+    values: dict[str, list[tuple[float, int]]] = {}
+    for part, count in zip(parts, rows, strict=True):
         for name, value in part.items():
-            values.setdefault(name, []).append(value)
+            values.setdefault(name, []).append((value, max(count, 1)))
     return {name: _joined(name, one) for name, one in values.items()}
 
 
-def _joined(name: str, values: Sequence[float]) -> float:
+def _joined(name: str, weighted: Sequence[tuple[float, int]]) -> float:
+    values = [value for value, _ in weighted]
     if name.startswith(_COUNTS):
         return sum(values)
     if name.endswith("/max") or name.startswith(("timing_s/", "rollout/imbalance")):
         return max(values)
-    return min(values) if name.endswith("/min") else sum(values) / len(values)
+    if name.endswith("/min"):
+        return min(values)
+    return sum(value * count for value, count in weighted) / sum(count for _, count in weighted)
 
 
 def add_failures(metrics: dict[str, float], rolled: RolledOut) -> None:
