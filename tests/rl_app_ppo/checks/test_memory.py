@@ -17,10 +17,11 @@ OLD, ADV, REF = 4 + 4, 4 + 4, 4
 """Bytes per token: old_log_probs and entropy; advantages and returns; ref_log_prob."""
 
 
-def bytes_of(*overrides, longest=5, validation_rows=0, routed=None, sessions=None):
+def bytes_of(*overrides, longest=5, validation_rows=0, routed=None, sessions=None, images=0):
     small = ("data.train_batch_size=2", "actor.ppo_mini_batch_size=2", "rollout.n=3", "rollout.response_length=10")
     config = load_config([*small, "rollout.num_workers=1", *overrides])
-    return step_bytes(config, build_graph(config.algorithm, config.actor), longest, validation_rows, routed, sessions)
+    graph = build_graph(config.algorithm, config.actor)
+    return step_bytes(config, graph, longest, validation_rows, routed, sessions, image_bytes=images)
 
 
 @pytest.mark.parametrize(
@@ -38,6 +39,13 @@ def bytes_of(*overrides, longest=5, validation_rows=0, routed=None, sessions=Non
 )  # fmt: skip
 def test_bytes_of_a_step_by_hand(overrides, per_prompt):
     assert bytes_of(*overrides) == 2 * per_prompt
+
+
+def test_images_are_stored_once_for_a_prompt():
+    assert bytes_of(images=700) == bytes_of() + 2 * 700
+    rounds = ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=3"]
+    assert bytes_of(*rounds, images=700) == bytes_of(*rounds) + 2 * 3 * 700
+    assert bytes_of(validation_rows=1000, images=700) == bytes_of(validation_rows=1000) + 1000 * 700
 
 
 def test_adapters_of_experts_are_counted_as_peft_makes_them(moe_model):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -18,10 +20,12 @@ from transformers import (
 )
 
 from rl_app_ppo.checks import facts, plan, registry
+from rl_app_ppo.checks.facts import Facts
 from rl_app_ppo.checks.model_size import model_size
 from rl_app_ppo.checks.role_memory import role_bytes
 from rl_app_ppo.cli.main import main
 from rl_app_ppo.config.loading import load_config
+from rl_app_ppo.inputs.tokenizer import vision_of
 from rl_ckpt_engine import PluginPolicy
 from rl_protocol import BatchData, ragged
 from rl_trainer.backends.parallel_strategy import PlainStrategy
@@ -104,9 +108,26 @@ def test_of_a_model_with_adapters_only_these_are_trained(folder):
 
 @pytest.mark.parametrize(("kind", "within"), [("folder", 0.02), ("experts", 0.04), ("seeing", 0.04)])
 def test_activations_are_those_that_a_real_forward_pass_keeps(kind, within, request):
-    """The oracle adds up what torch keeps on the CPU, where SDPA holds no [tokens, tokens]."""
     folder = request.getfixturevalue(kind)
-    model, kept = real(folder), dict[int, torch.UntypedStorage]()
+    model, ids = real(folder), torch.zeros((1, 256), dtype=torch.long)
+    found = kept_bytes(model, lambda: model.get_decoder()(input_ids=ids, use_cache=False))
+    assert model_size(folder, LoraConfig()).activations(256, 4) == pytest.approx(found, rel=within)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_activations_of_images_are_those_that_a_real_vision_tower_keeps(family, make_vision_model):
+    """Two images of 16 x 16 patches."""
+    folder = make_vision_model(family)
+    model, tower = real(folder), model_size(folder, LoraConfig()).vision
+    pixels, grids = torch.randn(512, tower.numbers), torch.tensor([[1, 16, 16]] * 2)
+    found = kept_bytes(model, lambda: model.model.visual(pixels, grid_thw=grids))
+    assert tower.activations(512, 4) == pytest.approx(found, rel=0.04)
+    assert tower.activations(512, 2) < 0.7 * found
+
+
+def kept_bytes(model, forward):
+    """What torch keeps on the CPU, where SDPA holds no [tokens, tokens]; besides the weights."""
+    kept = dict[int, torch.UntypedStorage]()
     own = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
 
     def keep(tensor):
@@ -116,10 +137,10 @@ def test_activations_are_those_that_a_real_forward_pass_keeps(kind, within, requ
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        out = model.get_decoder()(input_ids=torch.zeros((1, 256), dtype=torch.long), use_cache=False)
+        out = forward()
         found = sum(storage.nbytes() for storage in kept.values())
     del out
-    assert model_size(folder, LoraConfig()).activations(256, 4) == pytest.approx(found, rel=within)
+    return found
 
 
 @pytest.mark.parametrize("family", [GPT2Config, Gemma2Config, LlamaConfig, Qwen3Config])
@@ -156,6 +177,46 @@ def test_experts_are_divided_over_replicas(tmp_path):
     of_experts = 2 * 8 * 2 * (16 + 32)
     assert size.trained == 2 * 2 * (16 + 16) + of_experts
     assert role_bytes("actor", config, size)["optimizer"] == 8 * (size.trained - of_experts * 3 // 4)
+
+
+def test_images_count_in_the_passes_of_those_that_see(make_vision_model):
+    """Two sequences of 100 tokens with an image of 16 tokens each, of four patches each."""
+    whole = [
+        "data.train_files=none.jsonl",
+        "data.max_prompt_length=60",
+        "rollout.response_length=40",
+        "torch.device=cpu",
+    ]
+    config = load_config([*whole, "algorithm=ppo", "actor.ppo_max_token_len=200", "critic.ppo_max_token_len=100"])
+    size = model_size(make_vision_model("qwen2_5_vl"), config.lora)
+    tower = size.vision
+    text, seen = role_bytes("actor", config, size), role_bytes("actor", config, size, image_tokens=16)
+    assert seen["activations"] - text["activations"] == tower.activations(2 * 16 * 4, 4)
+    assert seen["images"] == 2 * 4 * tower.numbers * 2 * 16 * 4
+    of_images, of_text = tower.activations(2 * 16 * 4, 4) // tower.layers, size.activations(200, 4) // size.layers
+    layer = max(of_images, of_text)
+    assert seen["allocator"] - text["allocator"] == layer - of_text
+    critic = role_bytes("critic", config, size, image_tokens=16)
+    assert critic["activations"] == size.activations(100, 4) + tower.activations(16 * 4, 4)
+    again = load_config([*whole, "actor.ppo_max_token_len=200", "torch.activation_checkpointing=true"])
+    between = 4 * (size.layers * size.hidden * 200 + tower.layers * tower.hidden * 2 * 16 * 4)
+    assert role_bytes("actor", again, size, image_tokens=16)["activations"] == layer + between
+    assert role_bytes("ref", config, size, image_tokens=16)["activations"] == layer // 2
+    assert "images" not in text
+
+
+def test_the_images_of_a_plan_are_as_large_as_prompts_and_the_processor_allow(make_vision_model, tmp_path):
+    path = make_vision_model("qwen2_5_vl")
+    most = vision_of(path).tokens(1000, 1000)
+
+    def planned(folder, length):
+        made = load_config([f"model.path={folder}", "data.train_files=none.jsonl", f"data.max_prompt_length={length}"])
+        return Facts(made, PluginPolicy()).planned_image_tokens
+
+    assert planned(path, most + 1) == most
+    assert planned(path, most - 1) == most - 1
+    shutil.copy(path / "config.json", tmp_path)
+    assert planned(tmp_path, most + 1) == most + 1, "the processor is not known"
 
 
 def test_what_a_role_holds(folder):
@@ -333,7 +394,7 @@ def test_the_vision_tower_is_planned_and_trained_with_the_rest(family, rank, mak
     named = dict(model.named_parameters())
     size = model_size(path, lora)
     assert size.weights == sum(weight.numel() for weight in named.values())
-    assert size.vision == sum(weight.numel() for name, weight in named.items() if ".visual." in name) > 0
+    assert size.vision.weights == sum(weight.numel() for name, weight in named.items() if ".visual." in name) > 0
     assert size.blocks == sum(weight.numel() for name, weight in named.items() if "language_model.layers." in name)
     both = sum(w.numel() for name, w in named.items() if ".layers." in name or ".visual.blocks." in name)
     assert size.outside == size.weights - both
@@ -345,5 +406,5 @@ def test_the_vision_tower_is_planned_and_trained_with_the_rest(family, rank, mak
     parts = role_bytes("actor", config, size)
     assert (parts["gradients"], parts["optimizer"]) == (4 * trained, 8 * trained)
     shown = plan.plan_text(plan.make_plan(config, PluginPolicy()))
-    assert f"({size.vision:,} of its vision tower)" in shown
-    assert "without images, which the vision tower and the data plane need memory for" in shown
+    assert f"({size.vision.weights:,} of its vision tower)" in shown
+    assert ", images " in shown

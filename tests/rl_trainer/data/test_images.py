@@ -24,6 +24,7 @@ from rl_trainer.data.chat_template import PromptEncoder
 from rl_trainer.data.images import Vision, decoded, parse_images
 from rl_trainer.data.prompt_files import open_files
 from rl_trainer.data.prompt_preparation import DataFiles
+from rl_trainer.data.validation_split import Subset
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +109,7 @@ def test_images_as_hugging_face_stores_them(tmp_path, encoder, kind):
     assert data[1].images == (first,)  # equal images are stored once
     assert decoded(Path(second).read_bytes(), "it").size == (16, 16)
     assert (data.report.images, data.longest) == (3, len(ids))
+    assert data.most_image_tokens == Subset(data, np.arange(1)).most_image_tokens == ids.count(encoder.vision.token)
 
 
 def test_rows_with_and_without_images_lie_in_one_file(tmp_path, encoder):
@@ -125,7 +127,9 @@ def test_lengths_are_those_of_transformers(model, encoder, size):
     from transformers import AutoImageProcessor
 
     made = AutoImageProcessor.from_pretrained(model)(images=[PIL.new("RGB", size)], return_tensors="np")
-    assert encoder.vision.tokens(*size) == made["image_grid_thw"].prod() // 4 == len(made["pixel_values"]) // 4
+    tokens = encoder.vision.tokens(*size)
+    assert tokens == made["image_grid_thw"].prod() // 4 == len(made["pixel_values"]) // 4
+    assert made["pixel_values"].nbytes == tokens * encoder.vision.token_bytes
 
 
 def test_prompts_with_images_are_those_of_transformers(model, encoder, tmp_path):

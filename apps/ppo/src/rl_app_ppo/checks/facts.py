@@ -28,7 +28,7 @@ from rl_app_ppo.inputs.tokenizer import load_tokenizer, vision_of
 from rl_app_ppo.outputs.resume import Start, find_start
 from rl_ckpt_engine import CheckpointEngine, PluginPolicy
 from rl_trainer import StepGraph, build_graph
-from rl_trainer.data.images import Vision
+from rl_trainer.data.images import PROCESSORS, Vision
 from rl_trainer.data.model_families import RoutedLayers
 from rl_trainer.data.validation_split import PreparedPrompts
 
@@ -142,6 +142,22 @@ class Facts:
     def longest(self) -> int:
         """Tokens of the longest prompt."""
         return max(rows.longest for rows in self.data.values())
+
+    @cached_property
+    def image_tokens(self) -> int:
+        """Most tokens of a prompt that stand for images."""
+        return max(rows.most_image_tokens for rows in self.data.values())
+
+    @cached_property
+    def planned_image_tokens(self) -> int:
+        """Those of a prompt with one image, as large as the model's processor leaves it and the
+        length of prompts allows; if the model reads images. The processor may not be there yet.
+        """
+        path, most = self.described, self.config.data.max_prompt_length
+        if path is None or not any((path / name).exists() for name in PROCESSORS):
+            return most
+        sight = vision_of(path)
+        return most if sight is None else min(most, sight.most_tokens)
 
     @cached_property
     def gpus(self) -> int:

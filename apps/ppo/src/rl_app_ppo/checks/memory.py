@@ -126,8 +126,9 @@ def step_bytes(
     validation_rows: int,
     routed: RoutedLayers | None = None,
     sessions: int | None = None,
+    image_bytes: int = 0,
 ) -> int:
-    """Most bytes that must lie in the memory of the data plane for a step, without images.
+    """Most bytes that must lie in the memory of the data plane for a step.
 
     A session counts as one trajectory: how many an agent of yours returns is not known before.
     Of the tokens that top-p keeps without top-k it counts _KEPT_WORDS for each token.
@@ -142,6 +143,7 @@ def step_bytes(
         validation_rows: rows of the validation set, which is rolled out as a whole.
         routed: layers of the model that have experts; None: it has none.
         sessions: most responses to a prompt that are trained on; None: rollout.n.
+        image_bytes: most bytes of the images of a prompt, which its responses share.
     """
     rollout, batch = config.rollout, config.data.train_batch_size
     n = rollout.n if sessions is None else sessions
@@ -156,11 +158,13 @@ def step_bytes(
         * rollout.response_length
         * (responses * widths["rollout"] + n * (sum(widths.values()) - widths["rollout"]))
     )
-    train += batch * rounds * longest * _PROMPT_TOKEN
+    train += batch * rounds * (longest * _PROMPT_TOKEN + image_bytes)
     if routed is not None and any(ROUTED in stage.writes for stage in graph.stages):
         rows = batch * n * (rounds if ROUTED in graph["rollout"].writes else 1)
         train += rows * (longest + rollout.response_length) * routed.layers * routed.top_k * _EXPERT_ID
-    validated = rollout.val_kwargs.n * rollout.response_length * widths["rollout"] + longest * _PROMPT_TOKEN
+    validated = (
+        rollout.val_kwargs.n * rollout.response_length * widths["rollout"] + longest * _PROMPT_TOKEN + image_bytes
+    )
     ahead = StalenessPolicy.of(config.async_rl, batch).capacity // batch
     batches = ahead if config.transfer_queue.durability == "off" else min(ahead, 2)
     return train * batches + validation_rows * validated if batches > 1 else max(train, validation_rows * validated)

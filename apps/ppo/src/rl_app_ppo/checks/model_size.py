@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.autograd.function import FunctionCtx
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.integrations.moe import ExpertsInterface
 
-from rl_app_ppo.checks.role_memory import ModelSize
+from rl_app_ppo.checks.role_memory import ModelSize, TowerSize
 from rl_app_ppo.demo.model import model_config
 from rl_app_ppo.demo.settings import ModelSettings
 from rl_protocol import ConfigError
@@ -54,7 +55,6 @@ def model_size(path: Path | None, lora: LoraConfig) -> ModelSize:
     adapters = expert_adapters + sum(lora.rank * (module.in_features + module.out_features) for module in covered)
     output, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     text, decoder = config.get_text_config(), model.get_decoder()
-    vision = weights - sum(it.numel() for it in {*decoder.parameters(), *output.parameters()}) if _sees(config) else 0
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return ModelSize(
@@ -68,16 +68,29 @@ def model_size(path: Path | None, lora: LoraConfig) -> ModelSize:
         hidden=text.hidden_size,
         vocabulary=text.vocab_size,
         chunked=not any(module is output for module in covered) and OutputHead.of(model) is not None,
-        activations=lambda tokens, element: _kept_bytes(_shapes(config, _DTYPES[element]), tokens),
+        activations=lambda tokens, element: _kept_of_tokens(_shapes(config, _DTYPES[element]), tokens),
         expert_adapters=expert_adapters,
         experts=sum(weight.numel() for name, weight in model.named_parameters() if _OF_EXPERTS in name),
-        vision=vision,
+        vision=_tower(config, model.model.visual) if _sees(config) else None,
     )
 
 
 def _sees(config: Any) -> bool:
     """Whether the model reads images."""
     return config.model_type in FAMILIES
+
+
+def _tower(config: Any, tower: Any) -> TowerSize:
+    """The sizes of a vision tower."""
+    vision = config.vision_config
+    return TowerSize(
+        weights=sum(weight.numel() for weight in tower.parameters()),
+        layers=len(tower.blocks),
+        hidden=tower.patch_embed.embed_dim,
+        pieces=vision.spatial_merge_size**2,
+        numbers=vision.in_channels * vision.temporal_patch_size * vision.patch_size**2,
+        activations=lambda patches, element: _kept_of_images(_shapes(config, _DTYPES[element]), patches),
+    )
 
 
 def _of_blocks(model: Any, part: Any) -> int:
@@ -97,7 +110,32 @@ def _shapes(config: Any, dtype: torch.dtype) -> Any:
     return model
 
 
-def _kept_bytes(model: Any, tokens: int) -> int:
+def _kept_of_tokens(model: Any, tokens: int) -> int:
+    """Bytes that the decoder keeps."""
+    ids = torch.zeros((1, tokens), dtype=torch.long, device="meta")
+    return _kept_bytes(model, lambda: model.get_decoder()(input_ids=ids, use_cache=False))
+
+
+def _kept_of_images(model: Any, patches: int) -> int:
+    """Bytes that the vision tower keeps for one image.
+
+    What it would compute from the size of the image is given, as shapes: it can't on `meta`.
+    """
+    tower, vision = model.model.visual, model.config.vision_config
+    ends = torch.tensor([0, patches])
+    with torch.device("meta"):
+        numbers = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        pixels = torch.empty((patches, numbers), dtype=model.dtype)
+        given = {
+            "position_ids": torch.zeros((patches, 2), dtype=torch.long),
+            "window_index": torch.zeros(patches // vision.spatial_merge_size**2, dtype=torch.long),
+            "interp_indices": torch.zeros((patches, 4), dtype=torch.long),
+            "interp_weights": torch.empty((patches, 4)),
+        }
+    return _kept_bytes(model, lambda: tower(pixels, grid_thw=None, cu_seqlens=ends, cu_window_seqlens=ends, **given))
+
+
+def _kept_bytes(model: Any, forward: Callable[[], object]) -> int:
     """Bytes of the tensors that a forward pass keeps, besides parameters; each storage once."""
     parameters = [parameter.untyped_storage() for parameter in model.parameters()]
     theirs = set(map(id, parameters))  # a storage is one object while one refers to it
@@ -110,8 +148,7 @@ def _kept_bytes(model: Any, tokens: int) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        ids = torch.zeros((1, tokens), dtype=torch.long, device="meta")
-        model.get_decoder()(input_ids=ids, use_cache=False)
+        forward()
     return sum(storage.nbytes() for storage in kept.values())
 
 
@@ -126,7 +163,12 @@ class _Kept(torch.autograd.Function):
 
 
 def _attention(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: object, **_: object
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: object = None,
+    **_: object,
 ) -> tuple[torch.Tensor, None]:
     """Shapes of attention, as transformers calls it: [1, heads, tokens, size of a head] each."""
     del module, mask

@@ -96,10 +96,10 @@ def make_plan(config: AppConfig, plugins: PluginPolicy) -> Plan:
         if found.what in ("address space", "engines", "devices") and found.level == "error":
             raise ConfigError(found.text)
     sizes = facts.role_sizes  # imports torch, which the address space has room for
-    size = sizes("actor")
+    size, images = sizes("actor"), facts.planned_image_tokens
     return Plan(
         weights=size.weights,
-        vision=size.vision,
+        vision=size.vision.weights if size.vision else 0,
         trained=size.trained,
         gpus=sum(process.gpus for process in facts.planned),
         hosts=config.trainer.nnodes,
@@ -111,7 +111,10 @@ def make_plan(config: AppConfig, plugins: PluginPolicy) -> Plan:
                 gpus=gpus,
                 shared_gpus=shared,
                 cpus=config.ray.cpus_per_worker,
-                memory={role: dict(role_bytes(role, config, sizes(role), on_gpu=gpus + shared > 0)) for role in roles},
+                memory={
+                    role: dict(role_bytes(role, config, sizes(role), image_tokens=images, on_gpu=gpus + shared > 0))
+                    for role in roles
+                },
             )
             for (host, roles, gpus, shared), count in Counter(
                 (p.host, p.roles, p.gpus, len(p.lenders)) for p in facts.planned
@@ -128,10 +131,10 @@ def make_plan(config: AppConfig, plugins: PluginPolicy) -> Plan:
 def plan_text(plan: Plan) -> str:
     """The plan for people."""
     tower = f" ({plan.vision:,} of its vision tower)" if plan.vision else ""
-    what = "images, which the vision tower and the data plane need memory for" if plan.vision else "images"
     lines = [
         f"model: {plan.weights:,} weights{tower}, {plan.trained:,} of an actor trained; GPUs: {plan.gpus}",
-        f"most memory of each process by estimate, without {what}, the CUDA context and what libraries hold:",
+        f"most memory of each process by estimate, without {'images of rollouts, ' if plan.vision else ''}the CUDA context and what libraries "
+        "hold:",
     ]
     for process in plan.processes:
         host = f"host {process.host}: " if plan.hosts > 1 else ""

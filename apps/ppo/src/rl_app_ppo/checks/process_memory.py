@@ -67,7 +67,12 @@ def role_sizes(path: Path | None, config: AppConfig) -> Callable[[Role], ModelSi
 
 
 def check_host_memory(
-    sizes: Callable[[Role], ModelSize], config: AppConfig, planned: Sequence[PlannedProcess], available: int
+    sizes: Callable[[Role], ModelSize],
+    config: AppConfig,
+    planned: Sequence[PlannedProcess],
+    available: int,
+    *,
+    image_tokens: int = 0,
 ) -> str | None:
     """Check that the largest forward passes of the processes on the CPU, and their caches, fit into
     this machine's memory beside the models.
@@ -77,6 +82,7 @@ def check_host_memory(
         config: the configuration of the run.
         planned: its processes.
         available: bytes of memory for new processes.
+        image_tokens: most tokens of a prompt that stand for images.
 
     Returns:
         The estimate for people; None: no process computes on the CPU.
@@ -89,7 +95,7 @@ def check_host_memory(
         for process in planned
         if not process.uses_gpus
         for role in process.roles
-        for part, count in role_bytes(role, config, sizes(role)).items()
+        for part, count in role_bytes(role, config, sizes(role), image_tokens=image_tokens).items()
     }
     if not parts:
         return None

@@ -172,16 +172,21 @@ def _room_of_data(facts: Facts) -> None:
     validation = len(facts.data["val"]) if "val" in facts.data else 0
     sessions = sessions_of(config, train)
     most = config.rollout.n if sessions is None else max(map(sessions, range(len(train))))
-    needed = step_bytes(config, facts.graph, facts.longest, validation, facts.routed_layers, most)
+    images = facts.image_tokens * facts.sight.token_bytes if facts.sight else 0
+    needed = step_bytes(config, facts.graph, facts.longest, validation, facts.routed_layers, most, images)
     check_plane_size(config, needed)
 
 
 def planned_step_bytes(facts: Facts) -> int:
-    """Memory of the data plane for a step whose prompts are as long as allowed."""
+    """Memory of the data plane for a step whose prompts are as long as allowed, with an image each
+    where the model reads images.
+    """
     config = facts.config
     longest = config.data.max_prompt_length if config.data.train_files else ModelSettings().context
     graph = build_graph(config.algorithm, config.actor, kept=config.rollout.records_kept_sets)
-    return step_bytes(config, graph, longest, 0, facts.routed_layers)
+    tower = facts.role_sizes("actor").vision
+    images = tower.image_bytes(facts.planned_image_tokens) if tower else 0
+    return step_bytes(config, graph, longest, 0, facts.routed_layers, image_bytes=images)
 
 
 def _engines(facts: Facts) -> str | None:
@@ -221,7 +226,9 @@ def _host_memory(facts: Facts) -> str | None:
         return "not looked at: the processes run on other machines"
     from rl_app_ppo.checks.process_memory import check_host_memory  # torch
 
-    return check_host_memory(facts.role_sizes, facts.config, facts.planned, available_bytes())
+    return check_host_memory(
+        facts.role_sizes, facts.config, facts.planned, available_bytes(), image_tokens=facts.planned_image_tokens
+    )
 
 
 def _idle_gpus(facts: Facts) -> None:
@@ -449,6 +456,7 @@ CHECKS = (
         fine="the data plane can hold a step",
         used_by=frozenset({"plan"}),
         remedy="transfer_queue.capacity_mb",
+        needs=MAPPED,
     ),
     Check(
         name="memory of the model",

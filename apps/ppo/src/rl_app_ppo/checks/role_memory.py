@@ -27,6 +27,31 @@ _LIVE = 2
 
 
 @dataclass(frozen=True, slots=True)
+class TowerSize:
+    """Sizes of the vision tower of a model.
+
+    Attributes:
+        weights: elements of all its weights; they are trained as the others are.
+        layers: repeated blocks.
+        hidden: elements of a patch between blocks.
+        pieces: patches of an image that become one token.
+        numbers: float32 numbers of a patch.
+        activations: as those of ModelSize, for patches per pass and bytes per element.
+    """
+
+    weights: int
+    layers: int
+    hidden: int
+    pieces: int
+    numbers: int
+    activations: Callable[[int, int], int]
+
+    def image_bytes(self, tokens: int) -> int:
+        """Bytes of the images that become so many tokens, as a policy reads them."""
+        return 4 * self.numbers * self.pieces * tokens
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSize:
     """Sizes of a model.
 
@@ -45,7 +70,7 @@ class ModelSize:
             without logits, for tokens per pass and bytes per element.
         experts: elements of the weights of experts.
         expert_adapters: elements of the adapters of experts.
-        vision: elements of the weights of the vision tower; they are trained as the others are.
+        vision: the vision tower; None: the model reads text alone.
     """
 
     weights: int
@@ -61,7 +86,7 @@ class ModelSize:
     activations: Callable[[int, int], int]
     experts: int = 0
     expert_adapters: int = 0
-    vision: int = 0
+    vision: TowerSize | None = None
 
     @property
     def body(self) -> ModelSize:
@@ -91,16 +116,29 @@ def lasting_bytes(role: Role, config: AppConfig, weights: int, trained: int, *, 
             return {}
 
 
-def role_bytes(role: Role, config: AppConfig, size: ModelSize, *, on_gpu: bool = False) -> Mapping[str, int]:
-    """`lasting_bytes`, and the most that passes and caches take."""
+def role_bytes(
+    role: Role, config: AppConfig, size: ModelSize, *, image_tokens: int = 0, on_gpu: bool = False
+) -> Mapping[str, int]:
+    """`lasting_bytes`, and the most that passes and caches take.
+
+    Of the images that a rollout reads it counts nothing.
+
+    Args:
+        role: as in `lasting_bytes`.
+        config: the configuration of the run.
+        size: of the role's model.
+        image_tokens: most tokens of a prompt that stand for images.
+        on_gpu: as in `lasting_bytes`.
+    """
     size = held_size(role, config, size)
     lasting = lasting_bytes(role, config, size.weights, size.trained, on_gpu=on_gpu)
     match role:
         case "actor" | "critic":
             options = config.actor if role == "actor" else config.critic
-            return lasting | _update(config, options, size, lasting["gradients"], logits=role == "actor", on_gpu=on_gpu)
+            of_pass = _Pass.of(config, options, size, image_tokens)
+            return lasting | _update(config, of_pass, lasting["gradients"], logits=role == "actor", on_gpu=on_gpu)
         case "ref":
-            return lasting | _reference(config, size, on_gpu=on_gpu)
+            return lasting | _reference(config, _Pass.of(config, config.actor, size, image_tokens), on_gpu=on_gpu)
         case "rollout":
             return lasting | _cache(config, size, on_gpu=on_gpu)
         case "reward":
@@ -130,39 +168,78 @@ def _trained(config: AppConfig, weights: int, trained: int) -> dict[str, int]:
     }
 
 
-def _update(
-    config: AppConfig,
-    options: ActorConfig | CriticConfig,
-    size: ModelSize,
-    gradients: int,
-    *,
-    logits: bool,
-    on_gpu: bool,
-) -> dict[str, int]:
-    """Activations and logits of the largest pass of an update."""
-    tokens = _pass_tokens(config, options)
-    parts = _gathered(config, size) | {"activations": _activations(config, size, tokens)}
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """The largest pass of a role.
+
+    Attributes:
+        size: of the model.
+        tokens, patches: that it reads.
+        element: bytes of an element of the computation.
+        of_tokens, of_patches: bytes that its forward pass keeps for the backward pass, without
+            logits.
+    """
+
+    size: ModelSize
+    tokens: int
+    patches: int
+    element: int
+    of_tokens: int
+    of_patches: int
+
+    @classmethod
+    def of(cls, config: AppConfig, options: ActorConfig | CriticConfig, size: ModelSize, image_tokens: int) -> _Pass:
+        """The largest pass of an actor or a critic, or of a reference with the settings of one."""
+        tokens, element, tower = _pass_tokens(config, options), _element(config), size.vision
+        sequences = -(-tokens // _longest(config))
+        patches = sequences * image_tokens * tower.pieces if tower else 0
+        of_patches = tower.activations(patches, element) if tower and patches else 0
+        return cls(size, tokens, patches, element, size.activations(tokens, element), of_patches)
+
+    @property
+    def layer(self) -> int:
+        """Bytes that the layer keeps that keeps most."""
+        tower = self.size.vision
+        return max(self.of_tokens // self.size.layers, self.of_patches // tower.layers if tower else 0)
+
+    @property
+    def between(self) -> int:
+        """Bytes of what lies between layers."""
+        tower = self.size.vision
+        patches = tower.layers * tower.hidden * self.patches if tower else 0
+        return self.element * (self.size.layers * self.size.hidden * self.tokens + patches)
+
+    @property
+    def images(self) -> dict[str, int]:
+        """Images of the batch, and in the pass."""
+        tower = self.size.vision
+        return {"images": 2 * tower.image_bytes(self.patches // tower.pieces)} if tower and self.patches else {}
+
+
+def _update(config: AppConfig, of_pass: _Pass, gradients: int, *, logits: bool, on_gpu: bool) -> dict[str, int]:
+    """Activations, images and logits of the largest pass of an update."""
+    size = of_pass.size
+    parts = _gathered(config, size) | {"activations": _activations(config, of_pass)} | of_pass.images
     if logits:
-        parts["logits"] = _logits(size, tokens)
+        parts["logits"] = _logits(size, of_pass.tokens)
     if on_gpu:
         return parts
-    passing = min(gradients, 2 * _element(config) * size.outside) if _moves_gradients(config) else gradients
-    layer = size.activations(tokens, _element(config)) // size.layers  # of which the gradients are there as well
-    return parts | {"allocator": passing + layer + _KERNELS}
+    passing = min(gradients, 2 * of_pass.element * size.outside) if _moves_gradients(config) else gradients
+    return parts | {"allocator": passing + of_pass.layer + _KERNELS}  # the gradients of a layer are there as well
 
 
-def _reference(config: AppConfig, size: ModelSize, *, on_gpu: bool) -> dict[str, int]:
+def _reference(config: AppConfig, of_pass: _Pass, *, on_gpu: bool) -> dict[str, int]:
     """A pass without gradients: a layer at a time.
 
     The first pass leaves small lasting objects in the memory that each block was gathered in, so
     glibc does not use that for the next block: it is free, and too small for a tensor as large.
     """
-    tokens = _pass_tokens(config, config.actor)
-    layer = size.activations(tokens, _element(config)) // (size.layers * _LIVE)
-    parts = _gathered(config, size) | {"activations": layer, "logits": _logits(size, tokens)}
+    size = of_pass.size
+    parts = _gathered(config, size) | {"activations": of_pass.layer // _LIVE} | of_pass.images
+    parts["logits"] = _logits(size, of_pass.tokens)
     if on_gpu:
         return parts
-    unused = _element(config) * (size.weights - size.outside) if "gathered weights" in parts else 0
+    unused = of_pass.element * (size.weights - size.outside) if "gathered weights" in parts else 0
     return parts | {"allocator": unused + _FORWARD}
 
 
@@ -174,11 +251,11 @@ def _gathered(config: AppConfig, size: ModelSize) -> dict[str, int]:
     return {"gathered weights": _element(config) * (2 * size.outside + block)}
 
 
-def _activations(config: AppConfig, size: ModelSize, tokens: int) -> int:
-    element, engine = _element(config), config.engine
-    kept = size.activations(tokens, element)
+def _activations(config: AppConfig, of_pass: _Pass) -> int:
+    engine = config.engine
     if isinstance(engine, TorchConfig | FsdpConfig) and engine.activation_checkpointing:
-        return kept // size.layers + size.layers * size.hidden * tokens * element
+        return of_pass.layer + of_pass.between
+    kept = of_pass.of_tokens + of_pass.of_patches
     return kept // engine.replica_size if isinstance(engine, MegatronConfig) else kept
 
 

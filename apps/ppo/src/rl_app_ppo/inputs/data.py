@@ -60,6 +60,11 @@ class DemoDataset:
         """Largest token id of all prompts."""
         return max(max(row.prompt_ids) for row in self._rows)
 
+    @property
+    def most_image_tokens(self) -> int:
+        """The demos have no images."""
+        return 0
+
 
 def open_data(config: AppConfig, model_path: Path | None) -> Mapping[str, PreparedPrompts]:
     """Open the splits `train` and, if the run validates, `val`.

@@ -180,6 +180,8 @@ class Vision:
     """Id of the token that stands for a piece of an image."""
     patch_size: int
     """Pixels."""
+    temporal_patch_size: int = 2
+    """Frames of a patch; an image is repeated for each."""
     merge_size: int
     """Patches along each side of the piece."""
     min_pixels: int
@@ -208,10 +210,21 @@ class Vision:
         return cls(
             token=int(config["image_token_id"]),
             patch_size=int(processor.get("patch_size", 14)),
+            temporal_patch_size=int(processor.get("temporal_patch_size", 2)),
             merge_size=int(processor.get("merge_size", 2)),
             min_pixels=int(processor.get("min_pixels") or size.get("shortest_edge") or 56 * 56),
             max_pixels=int(processor.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280),
         )
+
+    @property
+    def most_tokens(self) -> int:
+        """Number of tokens of an image of `max_pixels`."""
+        return max(1, self.max_pixels // (self.patch_size * self.merge_size) ** 2)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the float32 pixels of a token: three colours of each patch."""
+        return 4 * 3 * self.temporal_patch_size * (self.patch_size * self.merge_size) ** 2
 
     def tokens(self, width: int, height: int) -> int:
         """Number of tokens of an image of this size in pixels."""

@@ -24,7 +24,7 @@ from rl_trainer.data.prompt_rows import PromptRow
 
 logger = logging.getLogger(__name__)
 _UNFINISHED = ".unfinished-"
-FORMAT = 8
+FORMAT = 9
 """Version of the preparation; increase it when equal files and settings give another result."""
 _READERS = {".csv": "from_csv", ".json": "from_json"}
 """Other kinds of files, and the method of `datasets.Dataset` that reads them."""
@@ -57,6 +57,11 @@ class FilePrompts:
     def largest_token(self) -> int:
         """Largest token id of all prompts."""
         return self.report.largest_token
+
+    @property
+    def most_image_tokens(self) -> int:
+        """Most tokens of a prompt that stand for images."""
+        return self.report.most_image_tokens
 
     def __len__(self) -> int:
         return len(self._rows)

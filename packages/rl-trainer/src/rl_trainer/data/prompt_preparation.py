@@ -63,6 +63,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """SHA-256 of each file, in order, as `file_digest`; empty: it can't be read."""
     images: int
     """Number of images of all usable rows."""
+    most_image_tokens: int
+    """Most tokens of a prompt that stand for images."""
 
     def __str__(self) -> str:
         return f"{self.bad} bad row{'s' * (self.bad != 1)}: {'; '.join(self.bad_rows)}"
@@ -140,6 +142,7 @@ class _Tally:
     longest: int = 0
     largest_token: int = 0
     images: int = 0
+    most_image_tokens: int = 0
     rows_of_files: Counter[int] = field(default_factory=Counter[int])
     """By place in `DataFiles.paths`, which may name a file twice."""
     digests: dict[Path, str] = field(default_factory=dict[Path, str])
@@ -156,6 +159,7 @@ class _Tally:
             rows_of_files=tuple(self.rows_of_files[file] for file in range(len(paths))),
             digests_of_files=tuple(self.digests.get(path, "") for path in paths),
             images=self.images,
+            most_image_tokens=self.most_image_tokens,
         )
 
 
@@ -251,6 +255,7 @@ def _fitted(
     tally.largest_token = max(tally.largest_token, max(ids))
     tally.rows_of_files[one.file] += 1
     tally.images += len(one.image_tokens)
+    tally.most_image_tokens = max(tally.most_image_tokens, sum(one.image_tokens))
     return {"prompt_ids": ids, **one.fields}
 
 

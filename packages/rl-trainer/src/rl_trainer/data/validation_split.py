@@ -57,6 +57,11 @@ class PreparedPrompts(PromptDataset, Protocol):
         """Largest token id of all prompts."""
         ...
 
+    @property
+    def most_image_tokens(self) -> int:
+        """Most tokens of a prompt that stand for images."""
+        ...
+
 
 class Subset:
     """Some rows of a data set.
@@ -78,6 +83,8 @@ class Subset:
         """Tokens of the longest prompt of the whole data set."""
         self.largest_token = rows.largest_token
         """Largest token id of the whole data set."""
+        self.most_image_tokens = rows.most_image_tokens
+        """Most tokens of a prompt of the whole data set that stand for images."""
 
     def __len__(self) -> int:
         return len(self._numbers)
