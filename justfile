@@ -51,7 +51,7 @@ test-slow *ARGS:
 
 # tests that need vLLM (install-vllm)
 test-vllm *ARGS:
-    {{ vllm }} pytest -q -m vllm "$@"
+    {{ vllm }} pytest -q {{ two }} -m vllm "$@"
 
 # tests that need Megatron-Bridge (install, install-bridge)
 test-bridge *ARGS:

@@ -86,7 +86,7 @@ def test_a_killed_run_with_adapters_is_trained_again_on_its_batches(tmp_path, ba
     assert found["weights"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_asynchronous_step_is_trained_again_and_its_first_difference_from_another_run_is_named(app, tmp_path):
     more = (*KEPT, "trainer.deterministic=true", "trainer.threads_per_worker=1", "async_rl.max_staleness=1")
     for name, seed in (("one", 0), ("two", 1)):

@@ -90,7 +90,7 @@ def test_a_run_whose_controllers_are_killed_ends_as_one_that_was_left_alone(tmp_
     assert_same_end(tmp_path, said, len(kills))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_so_does_a_run_over_two_hosts(tmp_path, base_model, mark, monkeypatch):
     """Workers of the other host, too, find the controller that takes its place."""
     monkeypatch.setenv("RL_HOST", "a")

@@ -41,7 +41,7 @@ def test_roles_in_one_process_learn_what_separate_ones_do(app, algorithm, placem
             ("model_engine=fsdp", "fsdp.world_size=2", "fsdp.device=cpu"),
             "separate",
             "actor_ref_rollout",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.nightly,
             id="fsdp",
         ),
         pytest.param(

@@ -25,7 +25,7 @@ def cache(tmp_path_factory):
     [
         pytest.param("grpo", [], marks=pytest.mark.slow, id="grpo"),
         pytest.param("ppo", [], marks=pytest.mark.nightly, id="ppo"),
-        pytest.param("grpo", ["async_rl.max_staleness=1"], marks=pytest.mark.slow, id="async"),
+        pytest.param("grpo", ["async_rl.max_staleness=1"], marks=pytest.mark.nightly, id="async"),
     ],
 )
 def test_the_default_run_learns(algorithm, more, tmp_path, cache, mark):

@@ -22,7 +22,7 @@ from rl_trainer.backends.snapshot import RandomState, seed_generators
 from rl_trainer.checkpoints.checkpoint_folder import Checkpoint, inspect, newest_whole, step_name
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
-KILLED_IN_CI = ("gae", "lora", "asynchronous")
+KILLED_IN_CI = ("gae", "asynchronous")
 """Scenarios whose run is killed in CI; those of the others are in the nightly suite."""
 SEED = 3
 """Torch's seed, as resumable_run.py sets it."""
