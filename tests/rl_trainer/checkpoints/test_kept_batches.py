@@ -58,6 +58,12 @@ def test_a_published_batch_replaces_that_of_an_earlier_attempt(tmp_path):
     assert (tmp_path / "step-000003" / "config.yaml").read_text() == "a: 1\n"
 
 
+def test_numbers_that_are_not_finite_come_back(tmp_path):
+    metrics = {"actor/pg_loss": np.nan, "actor/grad_norm": np.inf, "actor/entropy": -np.inf}
+    publish(tmp_path, batch(1, metrics=metrics), "", -1)
+    np.testing.assert_equal(read_batch(tmp_path, 1).metrics, metrics)
+
+
 def test_batches_of_later_steps_and_unfinished_ones_are_dropped(tmp_path):
     for step in (2, 3, 4):
         publish(tmp_path, batch(step), "", -1)

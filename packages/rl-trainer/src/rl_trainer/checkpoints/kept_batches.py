@@ -4,7 +4,7 @@ A batch is written to a hidden folder and then renamed, so a folder with the nam
 complete.
 
 batches/step-000003/
-    batch.json              KeptBatch
+    batch.json              KeptBatch; a number that is not finite is NaN, Infinity or -Infinity
     config.yaml             the configuration of the run
     rows.safetensors        columns of the trajectories; missing: the step had none
     prompts.safetensors     columns of their prompts
@@ -122,8 +122,8 @@ def publish(batches: Path, batch: KeptBatch, config: str, keep: int) -> None:
         temporary.mkdir(parents=True, exist_ok=True)
         (temporary / CONFIG).write_text(config, encoding="utf-8")
         files = {**batch.files, CONFIG: facts(temporary / CONFIG)}
-        content = msgspec.json.encode(msgspec.structs.replace(batch, files=files))
-        (temporary / FACTS).write_bytes(content)
+        content = msgspec.to_builtins(msgspec.structs.replace(batch, files=files))
+        (temporary / FACTS).write_text(json.dumps(content), encoding="utf-8")  # msgspec writes NaN as null
         for path in (temporary / CONFIG, temporary / FACTS, temporary):
             fsync(path)
         if final.exists():  # of an attempt that did not get as far as a checkpoint of the step
@@ -169,9 +169,9 @@ def read_batch(batches: Path, step: int) -> KeptBatch:
     """
     folder = batches / step_name(step)
     try:
-        batch = msgspec.json.decode((folder / FACTS).read_bytes(), type=KeptBatch)
+        batch = msgspec.convert(json.loads((folder / FACTS).read_bytes()), KeptBatch)
         wrong = [name for name, wanted in batch.files.items() if facts(folder / name) != wanted]
-    except (OSError, *UNREADABLE) as error:
+    except (OSError, ValueError, *UNREADABLE) as error:
         raise ConfigError(f"The batch {folder} can't be read: {error}.") from error
     if batch.format != FORMAT:
         raise ConfigError(f"The batch {folder} has the format {batch.format}, and this version reads {FORMAT}.")
