@@ -161,6 +161,25 @@ def test_two_bounds_are_not_read_as_one_number(tmp_path):
     assert load_config([given, f"{key}=3"]).algorithm.rollout_correction.is_bounds() == Bounds(lower=None, upper=3.0)
 
 
+@pytest.mark.parametrize("text", ["007", "0209", "0101", "2026-02-09", "2026-02-30", "2026-02-09 12:30:00"])
+def test_dates_and_digits_after_a_zero_are_read_as_text(text):
+    assert load_config([f"trainer.run_name={text}"]).trainer.run_name == text
+
+
+def test_an_integer_may_begin_with_zeros():
+    assert load_config(["rollout.n=010"]).rollout.n == 10
+
+
+@pytest.mark.parametrize("text", ["!!int x", "!!timestamp 2026-02-30", "{a: &a {b: *a}}"])
+def test_a_value_that_yaml_cannot_construct_is_refused(text, tmp_path):
+    file = tmp_path / "my.yaml"
+    file.write_text(f"trainer: {{run_name: {text}}}\n")
+    with pytest.raises(ConfigError, match=r"The value of trainer\.run_name can't be read as YAML"):
+        load_config([f"trainer.run_name={text}"])
+    with pytest.raises(ConfigError, match=r"my\.yaml: can't be read as YAML: .* line 1"):
+        load_config([], file)
+
+
 @pytest.mark.parametrize("text", ["1e-5", "1E-5", "0.00001", "1.0e-05", ".00001", "+1e-5"])
 def test_numbers_are_read_as_numbers(text):
     assert load_config([f"actor.optim.lr={text}"]).actor.optim.lr == 1e-5

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import yaml
 from yaml.composer import ComposerError
+from yaml.constructor import ConstructorError
 
 from rl_protocol import ConfigError
 
@@ -15,9 +16,9 @@ MERGE_TAG = "tag:yaml.org,2002:merge"
 
 
 class PlainNumbers(yaml.SafeLoader):
-    """YAML loader that reads 1e-5 as a number, and verl's pairs of bounds 0.5_2 and 1_2, and the
-    words on and off, as text. Options of type bool accept these words. A key that a mapping has
-    twice is an error.
+    """YAML loader that reads 1e-5 as a number, and verl's pairs of bounds 0.5_2 and 1_2, digits
+    after a leading zero, dates, and the words on and off, as text. Options of type bool accept
+    these words, and those of type int the digits. A key that a mapping has twice is an error.
     """
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
@@ -30,14 +31,22 @@ class PlainNumbers(yaml.SafeLoader):
                 found.add(key.value)
         return node
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        del deep
+        try:
+            return super().construct_object(node, deep=True)  # which refuses a mapping that is in itself
+        except ValueError as error:  # of a tag, as in `!!int x`
+            raise ConstructorError(None, None, str(error), node.start_mark) from error
+
 
 NUMBER_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+DATE_TAG = "tag:yaml.org,2002:timestamp"
 PlainNumbers.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in rules if tag not in NUMBER_TAGS]
+    first: [(tag, pattern) for tag, pattern in rules if tag not in (*NUMBER_TAGS, DATE_TAG)]
     for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
     if first not in ("o", "O")
 }
-PlainNumbers.add_implicit_resolver(NUMBER_TAGS[0], re.compile(r"[-+]?\d+$"), list("-+0123456789"))
+PlainNumbers.add_implicit_resolver(NUMBER_TAGS[0], re.compile(r"[-+]?(0|[1-9]\d*)$"), list("-+0123456789"))
 PlainNumbers.add_implicit_resolver(
     NUMBER_TAGS[1],
     re.compile(r"[-+]?((\d+\.\d*|\.\d+)([eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.(inf|Inf|INF))$|\.(nan|NaN|NAN)$"),
