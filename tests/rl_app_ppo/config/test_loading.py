@@ -12,7 +12,16 @@ from safetensors.numpy import save_file
 
 from rl_app_ppo.cli.main import help_text, main, parse
 from rl_app_ppo.config.full_keys import with_full_keys
-from rl_app_ppo.config.loading import algorithm_label, flat_settings, from_yaml, load_config, options, resolve, to_yaml
+from rl_app_ppo.config.loading import (
+    algorithm_label,
+    flat_settings,
+    from_yaml,
+    load_config,
+    options,
+    resolve,
+    shown_yaml,
+    to_yaml,
+)
 from rl_app_ppo.config.presets import presets
 from rl_app_ppo.config.unused_options import unused
 from rl_protocol import ConfigError
@@ -164,6 +173,17 @@ def test_two_bounds_are_not_read_as_one_number(tmp_path):
 @pytest.mark.parametrize("text", ["007", "0209", "0101", "2026-02-09", "2026-02-30", "2026-02-09 12:30:00"])
 def test_dates_and_digits_after_a_zero_are_read_as_text(text):
     assert load_config([f"trainer.run_name={text}"]).trainer.run_name == text
+
+
+@pytest.mark.parametrize(
+    "text", ["1e-05", "1e5", "12", "-3", ".5", "007", "0.5_2", "0x10", "off", "2026-02-09", "null"]
+)
+def test_a_text_that_reads_as_something_else_comes_back(text):
+    config = load_config([f"trainer.run_name='{text}'"])
+    assert config.trainer.run_name == text
+    assert from_yaml(to_yaml(config)) == config
+    assert flat_settings(shown_yaml(config))["trainer.run_name"] == text
+    assert yaml.safe_load(to_yaml(config))["trainer"]["run_name"] == text
 
 
 def test_an_integer_may_begin_with_zeros():

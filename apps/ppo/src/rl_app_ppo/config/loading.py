@@ -34,7 +34,7 @@ from rl_app_ppo.config.placement import (
     resolved_placement,
     shared_gpu_defaults,
 )
-from rl_app_ppo.config.plain_yaml import flatten, parse_yaml, read_yaml
+from rl_app_ppo.config.plain_yaml import flatten, parse_yaml, read_yaml, yaml_text
 from rl_app_ppo.config.presets import ALGORITHM, NO_PRESET, PRESET, Source, choose, is_file, layer_text, named_presets
 from rl_app_ppo.config.rollout_engines import ROLLOUT_ENGINES
 from rl_app_ppo.config.schema import AppConfig
@@ -289,7 +289,7 @@ def to_yaml(config: AppConfig) -> str:
     values = dataclasses.asdict(config)
     for group in _hidden_groups(config.model_engine):
         del values[group]
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    return yaml_text(values)
 
 
 def shown_yaml(config: AppConfig) -> str:
@@ -304,7 +304,7 @@ def shown_yaml(config: AppConfig) -> str:
         default = list(option.default) if isinstance(option.default, tuple) else option.default
         if value != default or not unmet_need(config, option):
             OmegaConf.update(shown, option.key, value)
-    return yaml.safe_dump(OmegaConf.to_container(shown), sort_keys=False, allow_unicode=True)
+    return yaml_text(OmegaConf.to_container(shown))
 
 
 def flat_settings(text: str) -> dict[str, Any]:

@@ -39,19 +39,27 @@ class PlainNumbers(yaml.SafeLoader):
             raise ConstructorError(None, None, str(error), node.start_mark) from error
 
 
-NUMBER_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+class QuotedTexts(yaml.SafeDumper):
+    """YAML dumper that quotes a text which PlainNumbers, or YAML 1.1, reads as something else."""
+
+
+NUMBERS = {
+    "tag:yaml.org,2002:int": (re.compile(r"[-+]?(0|[1-9]\d*)$"), list("-+0123456789")),
+    "tag:yaml.org,2002:float": (
+        re.compile(r"[-+]?((\d+\.\d*|\.\d+)([eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.(inf|Inf|INF))$|\.(nan|NaN|NAN)$"),
+        list("-+.0123456789"),
+    ),
+}
+"""Tag -> what numbers of it look like, and the characters that they begin with."""
 DATE_TAG = "tag:yaml.org,2002:timestamp"
 PlainNumbers.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in rules if tag not in (*NUMBER_TAGS, DATE_TAG)]
+    first: [(tag, pattern) for tag, pattern in rules if tag not in (*NUMBERS, DATE_TAG)]
     for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
     if first not in ("o", "O")
 }
-PlainNumbers.add_implicit_resolver(NUMBER_TAGS[0], re.compile(r"[-+]?(0|[1-9]\d*)$"), list("-+0123456789"))
-PlainNumbers.add_implicit_resolver(
-    NUMBER_TAGS[1],
-    re.compile(r"[-+]?((\d+\.\d*|\.\d+)([eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.(inf|Inf|INF))$|\.(nan|NaN|NAN)$"),
-    list("-+.0123456789"),
-)
+for _tag, (_pattern, _first) in NUMBERS.items():
+    PlainNumbers.add_implicit_resolver(_tag, _pattern, _first)
+    QuotedTexts.add_implicit_resolver(_tag, _pattern, _first)
 
 
 def parse_yaml(text: str) -> Any:
@@ -61,6 +69,11 @@ def parse_yaml(text: str) -> Any:
         yaml.YAMLError: it is not valid.
     """
     return yaml.load(text, Loader=PlainNumbers)
+
+
+def yaml_text(values: object) -> str:
+    """A YAML document, from which `parse_yaml` reads the same values."""
+    return yaml.dump(values, Dumper=QuotedTexts, sort_keys=False, allow_unicode=True)
 
 
 def read_yaml(path: Path, flag: str = "--config") -> dict[str, Any]:
