@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 
-from rl_app_ppo.outputs.metrics_file import JSONLSink
+import pytest
+
+from rl_app_ppo.outputs.metrics_file import JSONLSink, more_metrics, read_metrics
+from rl_protocol import ConfigError
 
 
 def test_jsonl_is_there_line_by_line(tmp_path):
@@ -15,3 +19,29 @@ def test_jsonl_is_there_line_by_line(tmp_path):
     sink.close()
     sink.close()
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_torn_last_line_is_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "a": NaN}\n{"step": 2, "a"')
+    (line,) = read_metrics(path)
+    assert math.isnan(line["a"])
+    assert more_metrics(path, 0)[1] == len('{"step": 1, "a": NaN}\n')
+
+
+@pytest.mark.parametrize("line", ["5", "null", '{"a": 1}', '{"step": 1, "a": "b"}', '{"step": "1"}', '{"step": 1e20}'])
+def test_a_line_that_is_no_step_is_refused(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n' + line + "\n")
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl can't be read: a line is not the metrics of a step: .+\.$"):
+        read_metrics(path)
+    with pytest.raises(ValueError, match="a line is not the metrics of a step"):
+        more_metrics(path, 0)
+
+
+def test_bytes_that_are_no_text_and_a_folder_are_refused(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"\xff\n")
+    for broken in (path, tmp_path):
+        with pytest.raises(ConfigError, match="can't be read"):
+            read_metrics(broken)

@@ -179,3 +179,11 @@ def test_a_damaged_record_is_named(tmp_path):
     done = CliRunner().invoke(rl.app, ["report", str(run)])
     assert done.exit_code == 2
     assert "can't be read" in done.output
+
+
+def test_a_configuration_that_is_no_text_is_named(tmp_path):
+    run = write_run(tmp_path / "a", texts=("t",))
+    (run / "config.yaml").write_bytes(b"\xff")
+    done = CliRunner().invoke(rl.app, ["report", str(run)])
+    assert done.exit_code == 2
+    assert "config.yaml can't be read" in done.output.replace("\n", "")

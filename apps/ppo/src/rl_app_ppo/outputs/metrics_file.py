@@ -6,32 +6,56 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO, cast
 
 from rl_app_ppo.outputs.run_folder import writing
+from rl_protocol import ConfigError
+
+_STEPS = 1 << 31
+"""No run has so many."""
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The whole lines of a metrics file; empty if there is no file."""
+    """The whole lines of a metrics file; empty if there is no file.
+
+    Raises:
+        ConfigError: it can't be read, or a line holds something else.
+    """
     records: list[dict[str, float]] = []
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    for line in lines:
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            break  # the run was killed while it wrote this line
+    try:
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                break  # the run was killed while it wrote this line
+            records.append(_checked(record))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"The metrics {path} can't be read: {error}.") from error
     return records
 
 
+def _checked(record: Any) -> dict[str, float]:
+    """What a line holds, if it is the metrics of a step."""
+    numbers = isinstance(record, dict) and all(isinstance(value, int | float) for value in record.values())
+    if not numbers or not 0 <= record.get("step", -1) < _STEPS:
+        raise ValueError(f"a line is not the metrics of a step: {str(record)[:80]!r}")
+    return cast("dict[str, float]", record)
+
+
 def more_metrics(path: Path, begin: int) -> tuple[list[dict[str, float]], int]:
-    """The whole lines of a metrics file from byte `begin`, and where they end."""
+    """The whole lines of a metrics file from byte `begin`, and where they end.
+
+    Raises:
+        OSError: it can't be read.
+        ValueError: a line holds something else.
+    """
     records: list[dict[str, float]] = []
     with path.open("rb") as file:
         file.seek(begin)
         for line in file:
             if not line.endswith(b"\n"):
                 break  # it is being written
-            records.append(json.loads(line))
+            records.append(_checked(json.loads(line)))
             begin += len(line)
     return records, begin
 

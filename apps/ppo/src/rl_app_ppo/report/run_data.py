@@ -41,10 +41,11 @@ class RunData:
         """
         files = files_of(folder)
         try:
-            config, metrics = files.config.read_text(encoding="utf-8"), read_metrics(files.metrics)
-        except OSError as error:
-            raise ConfigError(f"The run {folder} can't be read: {error}.") from error
-        return cls(name=files.folder.name, config=config, metrics=metrics, record=read_run(folder, MOST_TOKENS))
+            config = files.config.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"The configuration {files.config} can't be read: {error}.") from error
+        metrics, record = read_metrics(files.metrics), read_run(folder, MOST_TOKENS)
+        return cls(name=files.folder.name, config=config, metrics=metrics, record=record)
 
 
 def packed_run(run: RunData, packer: Packer) -> dict[str, object]:
