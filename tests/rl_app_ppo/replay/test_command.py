@@ -35,6 +35,24 @@ def test_a_folder_without_the_step_is_refused(tmp_path, metrics, words):
 
 
 @pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (b"", "expected a mapping"),
+        (b"\xff", "can't be read"),
+        (b"rollout: {n: 4", "can't be read"),
+        (b"rollout: {no_key: 4}", "Unknown key 'rollout.no_key' in "),
+        (b"rollout:", "rollout in "),
+    ],
+)
+def test_a_configuration_that_is_damaged_or_of_another_version_is_refused(tmp_path, config, words):
+    (tmp_path / "config.yaml").write_bytes(config)
+    done = replay(tmp_path, "--step", 1)
+    assert done.exit_code == 2
+    assert words in done.stderr
+    assert "config.yaml" in done.stderr
+
+
+@pytest.mark.parametrize(
     ("more", "words"),
     [
         ((), "lacks the batches of the steps 1, 2"),

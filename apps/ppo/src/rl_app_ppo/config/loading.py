@@ -318,6 +318,20 @@ def from_yaml(text: str) -> AppConfig:
     return build(AppConfig, parse_yaml(text))
 
 
+@full_keys_in_errors()
+def read_config(path: Path) -> AppConfig:
+    """Read the configuration that a run has written to a file.
+
+    Raises:
+        ConfigError: it can't be read, or has keys of another version.
+    """
+    values = read_yaml(path, "the configuration")
+    known = [option.key for option in options()]
+    for key in flatten(values):
+        _check_known(key, known, str(path))
+    return build(AppConfig, values)
+
+
 def parse_override(text: str) -> tuple[str, Any]:
     """The dotted key and the value of `key=value`; the value is YAML.
 

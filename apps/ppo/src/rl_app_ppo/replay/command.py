@@ -9,7 +9,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from rl_app_ppo.config.loading import from_yaml
+from rl_app_ppo.config.loading import read_config
 from rl_app_ppo.config.model_path import given_model
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.inputs.demo_model import cached_demo_model
@@ -110,7 +110,7 @@ def _decoder(config: AppConfig) -> Decode:
 
 
 def _config_of(files: RunFiles) -> AppConfig:
-    return from_yaml(files_of(files.folder).config.read_text(encoding="utf-8"))
+    return read_config(files_of(files.folder).config)
 
 
 def _require_step(files: RunFiles, step: int) -> None:

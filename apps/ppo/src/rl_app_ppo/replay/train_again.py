@@ -13,7 +13,7 @@ from rl_app_ppo.api.launch import launched
 from rl_app_ppo.checks.facts import Facts
 from rl_app_ppo.checks.registry import preflight
 from rl_app_ppo.config.full_keys import full_keys_in_errors
-from rl_app_ppo.config.loading import from_yaml
+from rl_app_ppo.config.loading import read_config
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.outputs.console import Screen
 from rl_app_ppo.outputs.run_folder import RunFiles
@@ -66,7 +66,7 @@ def plan(files: RunFiles, step: int) -> TrainAgain | Sequence[int]:
 
 def kept_config(files: RunFiles, step: int) -> AppConfig:
     """The configuration of a step whose batch is kept."""
-    return from_yaml((files.batches / step_name(step) / CONFIG).read_text(encoding="utf-8"))
+    return read_config(files.batches / step_name(step) / CONFIG)
 
 
 def train_again(files: RunFiles, planned: TrainAgain, plugins: PluginPolicy, progress: Console) -> Outcome:
