@@ -176,6 +176,14 @@ def test_a_run_that_has_ended_leaves_its_folder_free_while_a_forked_process_live
         assert is_free(tmp_path)
 
 
+def test_a_path_that_no_folder_can_have_is_refused(tmp_path: Path) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    for path in (loop, tmp_path / ("a" * 300)):
+        with pytest.raises(ConfigError, match="is no folder of a run"):
+            files_of(path)
+
+
 def test_who_names_no_run_reads_which_runs_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for age, name in enumerate(("old", "new")):
         (tmp_path / "outputs" / name).mkdir(parents=True)

@@ -508,3 +508,4 @@ def test_a_side_of_diff_may_have_spaces_in_its_path_and_names_what_it_may_be(tmp
         read_side("gone.yaml")
     with pytest.raises(ConfigError, match=r"it's can't be read as settings: No closing quotation"):
         read_side("it's")
+    assert read_side("rollout.n=5 " * 400).config.rollout.n == 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 from typing import cast
@@ -103,7 +104,8 @@ def read_side(text: str) -> Resolved:
     Raises:
         ConfigError: it can't be resolved.
     """
-    if text and (path := Path(text)).exists():
+    if os.path.exists(text):  # noqa: PTH110 - Path.exists raises for overrides that are longer than a name can be
+        path = Path(text)
         origin, file = (f"run {text}", files_of(path).config) if path.is_dir() else (text, path)
         return resolve(given=[(origin, flatten(read_yaml(file, "the configuration")))])
     try:

@@ -347,9 +347,12 @@ def files_of(folder: Path) -> RunFiles:
     Raises:
         ConfigError: it is no folder of a run; names runs in it or beside it.
     """
-    files = RunFiles(folder=folder.resolve())
-    if files.config.is_file():
-        return files
+    try:
+        files = RunFiles(folder=folder.resolve())
+        if files.config.is_file():
+            return files
+    except (OSError, RuntimeError) as error:  # a name that is too long; RuntimeError: links that lead to themselves
+        raise ConfigError(f"{folder} is no folder of a run: {error}.") from error
     known = [run for place in (files.folder, files.folder.parent) for run in _newest_runs(place)]
     shown = f"; there are {', '.join(str(_short(run)) for run in known[:_MOST_RUNS])}" if known else ""
     raise ConfigError(
