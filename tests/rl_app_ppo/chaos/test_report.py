@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import msgspec
 import pytest
 
@@ -50,6 +52,13 @@ def test_only_strikes_that_hit_are_in_the_matrix():
     runs, failed = cells([outcome(kill), outcome(stop, kill, struck=(1,), lost=2), outcome(stop)])
     assert runs == {kill: 2, stop: 1}
     assert failed == {kill: 1}
+
+
+def test_a_report_that_is_no_file_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(ConfigError, match=r"--json .* must be a file"):
+            read_report(path, 1)
 
 
 def test_a_report_is_continued_only_with_its_seed(tmp_path):

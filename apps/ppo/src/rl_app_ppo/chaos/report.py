@@ -56,6 +56,8 @@ def read_report(path: Path, seed: int) -> list[Outcome]:
     """
     if not path.exists():
         return []
+    if not path.is_file():
+        raise ConfigError(f"--json {path} must be a file, such as chaos.json.")
     try:
         report = msgspec.json.decode(path.read_bytes(), type=ChaosReport)
     except (*UNREADABLE, OSError) as error:
