@@ -576,6 +576,22 @@ def test_what_only_the_shell_knows_is_refused(tmp_path, value):
         read_verl(tmp_path / "run.sh", {})
 
 
+@pytest.mark.parametrize("text", ["defaults:\n", "defaults: []\n", "defaults: [_self_]\n"])
+def test_defaults_may_be_empty(tmp_path, text):
+    file = tmp_path / "verl.yaml"
+    file.write_text(f"{text}data: {{train_batch_size: 8}}\n")
+    assert read_verl(file)["data.train_batch_size"] == 8
+
+
+def test_defaults_that_are_no_list_are_refused(tmp_path):
+    file = tmp_path / "verl.yaml"
+    file.write_text("defaults: 5\n")
+    with pytest.raises(ConfigError, match=r"defaults must be a list of configurations.*; got 5"):
+        read_verl(file)
+    file.write_text("defaults: [{1: 2}]\n")
+    assert read_verl(file) == {"1": 2}
+
+
 def test_a_key_that_is_taken_away_is_null(tmp_path):
     (tmp_path / "verl.txt").write_text("~trainer.logger data.train_batch_size=2048 data.train_batch_size=512")
     imported = import_verl(read_verl(tmp_path / "verl.txt"))

@@ -62,12 +62,14 @@ def read_verl(path: Path, environment: Mapping[str, str] = os.environ) -> dict[s
 
 def _of_yaml(nested: dict[str, Any]) -> dict[str, Value]:
     """The values of a YAML file; of Hydra's own entries only the base configuration is read."""
-    bases: list[object] = nested.pop("defaults", [])
+    bases: object = nested.pop("defaults", None) or []
     nested.pop("hydra", None)
+    if not isinstance(bases, list):
+        raise ConfigError(f"--from-verl: defaults must be a list of configurations, as in verl's files; got {bases!r}.")
     given: dict[str, Value] = {}
-    for base in bases:
-        named = cast("dict[str, object]", base) if isinstance(base, dict) else {CONFIG_NAME: base}
-        for group, name in named.items():
+    for base in cast("list[object]", bases):
+        named = cast("dict[object, object]", base) if isinstance(base, dict) else {CONFIG_NAME: base}
+        for group, name in ((str(group), name) for group, name in named.items()):
             if "@" in group:  # verl's own parts, of which those of an engine matter
                 if "megatron" in str(name):
                     given["model_engine"] = "megatron"
