@@ -52,6 +52,13 @@ def test_the_state_is_the_step_with_the_time_left(seen):
     assert shown.alarms == ["warning: a\ufffd[2J b"]
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_curve_leaves_out_numbers_that_are_not_finite(seen, value):
+    for line in (seen.metrics[0], seen.metrics[2], seen.metrics[3]):
+        line |= {name: value for name in ("critic/score/mean", "val-core/s/acc/mean@1") if name in line}
+    assert dict(overview(seen, 135.0).curves) == {"mean score": [(1, 0.1)], "validation accuracy": []}
+
+
 def test_workers_say_what_they_do_and_how_busy_they_were(seen):
     """In the last 60 s, 75..135, the actor computed in 90..120 and in 131..135."""
     assert overview(seen, 135.0).workers == [

@@ -102,6 +102,15 @@ def test_a_panel_shows_curve_and_workers_and_fits_the_terminal(run):
     assert max(map(len, shown.splitlines())) <= 100
 
 
+def test_a_panel_of_a_score_that_is_not_finite_has_no_curve(run):
+    line = '{"step": 1, "critic/score/mean": NaN}\n'
+    (run.folder / "metrics.jsonl").write_text(line)
+    run.record(EndRow(at=time.time() + 60, outcome="finished", text=""))
+    text, finished = follow(run, [], terminal=True)
+    assert finished
+    assert "mean score" not in text
+
+
 def test_a_killed_run_ends_the_watch_but_a_quiet_one_does_not(run):
     run.step(1)
     follower, now = FollowedRun(run.folder), time.time()

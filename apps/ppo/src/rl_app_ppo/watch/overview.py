@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import isfinite, nan
 from statistics import median
 
 from rl_app_ppo.config.full_keys import with_full_keys
@@ -57,8 +58,8 @@ def overview(seen: Seen, now: float) -> Overview:
     last = trained[-1] if trained else {}
     accuracies = [(int(line["step"]), validation_accuracy(line)) for line in seen.metrics]
     curves = {
-        "mean score": [(int(line["step"]), line[SCORE]) for line in trained if SCORE in line],
-        "validation accuracy": [(step, value) for step, value in accuracies if value is not None],
+        "mean score": [(int(line["step"]), line[SCORE]) for line in trained if isfinite(line.get(SCORE, nan))],
+        "validation accuracy": [(step, value) for step, value in accuracies if value is not None and isfinite(value)],
     }
     alarms = [alarm_line(row) for row in seen.record.alarms[-MOST_ALARMS:]]
     return Overview(
