@@ -6,6 +6,7 @@ import base64
 import gzip
 import hashlib
 import json
+import os
 import re
 import struct
 import webbrowser
@@ -171,6 +172,16 @@ def test_a_target_that_is_no_file_in_a_folder_is_refused(tmp_path, target):
     done = CliRunner().invoke(rl.app, ["report", str(run), "--out", str(tmp_path / target)])
     assert done.exit_code == 2
     assert f"--out {tmp_path / target} must be a file in a folder that exists" in done.output.replace("\n", " ")
+
+
+def test_a_target_that_is_a_pipe_or_a_link_stays_one(tmp_path):
+    run = write_run(tmp_path / "a", texts=("t",))
+    os.mkfifo(tmp_path / "pipe")
+    done = CliRunner().invoke(rl.app, ["report", str(run), "--out", str(tmp_path / "pipe")])
+    assert (done.exit_code, (tmp_path / "pipe").is_fifo()) == (2, True)
+    (tmp_path / "link").symlink_to(tmp_path / "there.html")
+    done = CliRunner().invoke(rl.app, ["report", str(run), "--out", str(tmp_path / "link")])
+    assert (done.exit_code, (tmp_path / "link").is_symlink(), (tmp_path / "there.html").is_file()) == (0, True, True)
 
 
 def test_a_damaged_record_is_named(tmp_path):

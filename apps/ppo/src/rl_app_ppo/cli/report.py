@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import webbrowser
 from pathlib import Path
 
@@ -30,9 +31,9 @@ def report(run: Path, other: Path | None, target: Path | None, out: Console, *, 
     """
     folders = [run, *([other] if other is not None else [])]
     beside = RunFiles(folder=run).report if other is None else run / f"compared-with-{other.resolve().name}.html"
-    path = target or beside
-    if target is not None and (path.is_dir() or not path.parent.is_dir()):
-        raise ConfigError(f"--out {path} must be a file in a folder that exists, such as report.html.")
+    path = Path(os.path.realpath(target)) if target is not None else beside  # a link such as /dev/stdout stays one
+    if target is not None and (not path.parent.is_dir() or (path.exists() and not path.is_file())):
+        raise ConfigError(f"--out {target} must be a file in a folder that exists, such as report.html.")
     size = write_report(folders, path)
     out.print(Text(f"{path.resolve()} ({size / 1e6:.2f} MB)"), soft_wrap=True)
     if show and not webbrowser.open(path.resolve().as_uri()):
