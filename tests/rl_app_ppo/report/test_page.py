@@ -184,6 +184,12 @@ def test_a_target_that_is_a_pipe_or_a_link_stays_one(tmp_path):
     assert (done.exit_code, (tmp_path / "link").is_symlink(), (tmp_path / "there.html").is_file()) == (0, True, True)
 
 
+def test_a_name_in_another_encoding_is_shown_as_far_as_it_is_text(tmp_path):
+    run = write_run(tmp_path / os.fsdecode(b"lat\xe9"), texts=("t",))
+    write_report([run], run / "report.html")
+    assert "<title>lat\ufffd</title>" in (run / "report.html").read_text(encoding="utf-8")
+
+
 def test_a_damaged_record_is_named(tmp_path):
     run = write_run(tmp_path / "a", texts=("t",))
     (run / "record" / "odd.jsonl.gz").write_bytes(gzip.compress(msgspec.json.encode({"type": "unheard"})))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +46,8 @@ class RunData:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"The configuration {files.config} can't be read: {error}.") from error
         metrics, record = read_metrics(files.metrics), read_run(folder, MOST_TOKENS)
-        return cls(name=files.folder.name, config=config, metrics=metrics, record=record)
+        name = os.fsencode(files.folder.name).decode(errors="replace")  # it may be in another encoding
+        return cls(name=name, config=config, metrics=metrics, record=record)
 
 
 def packed_run(run: RunData, packer: Packer) -> dict[str, object]:
