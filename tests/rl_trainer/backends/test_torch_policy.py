@@ -222,6 +222,14 @@ def test_the_learning_rate_rises_over_the_warm_up(model_path):
     assert policy.update(data, temperature=1.0)["actor/lr"] == pytest.approx(1e-3)
 
 
+def test_an_update_that_makes_no_step_does_not_report_the_full_learning_rate(model_path):
+    """As the first one after a resume, when the weights had diverged before."""
+    policy = TorchPolicyBackend(model_path, ActorConfig(optim=OptimConfig(lr=1e-3, lr_warmup_steps=4)), seed=0)
+    bad = {**training_batch(policy).columns, "advantages": like_responses(lambda rng: float("nan"))}
+    metrics = policy.update(BatchData(bad), temperature=1.0)
+    assert (metrics["actor/skipped_steps"], metrics["actor/lr"]) == (1.0, 0.0)
+
+
 def test_a_frozen_policy_refuses_updates_and_an_unreadable_path_is_named(model_path, tmp_path):
     with pytest.raises(ConfigError, match="frozen"):
         TorchPolicyBackend(model_path, None).update(batch(), temperature=1.0)

@@ -105,7 +105,7 @@ class MiniBatchOptimizer:
 
         Returns:
             Means over all ranks of what `loss` added, `grad_norm` (the mean of those that are
-            finite; NaN if none is), `lr` and `skipped_steps`.
+            finite; NaN if none is), `lr` (of the last step that was made) and `skipped_steps`.
         """
         means, norms, skipped = WeightedMeans(), list[float](), 0
         with self._state_on_device():
@@ -119,7 +119,7 @@ class MiniBatchOptimizer:
         return {
             **means.total(self._passes.world.total).result(),
             "grad_norm": _mean_of_finite(norms),
-            "lr": float(self._adam.param_groups[0]["lr"]),
+            "lr": self._lr(),
             "skipped_steps": float(skipped),
         }
 
@@ -152,10 +152,14 @@ class MiniBatchOptimizer:
         norm = torch.nn.utils.clip_grad_norm_(self._weights, self._config.grad_clip)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
+    def _lr(self) -> float:
+        """The learning rate of the last step; AdamW has it only if it made the step."""
+        return self._config.lr * self._config.lr_factor(self.steps)
+
     def _step(self) -> None:
         self.steps += 1
         for weights in self._adam.param_groups:
-            weights["lr"] = self._config.lr * self._config.lr_factor(self.steps)
+            weights["lr"] = self._lr()
         self._adam.step()
         for weight in self._weights:
             if not isinstance(weight, DTensor):
