@@ -41,3 +41,15 @@ def test_an_argument_of_trl_is_an_error_with_its_key():
 
 def test_a_key_of_no_trainer_has_no_hint():
     assert describe_other("number_of_generations") == ""
+
+
+def settings() -> list[list[str]]:
+    """The settings with values in each row of the guide's table."""
+    table = GUIDE.read_text().partition("| `GRPOConfig` | key |")[2]
+    cells = [line.split("|")[2] for line in re.findall(r"^\| `.*\|$", table, re.M)]
+    return [words for cell in cells if (words := re.findall(r"`([\w.]+=[^`]+)`", cell))]
+
+
+@pytest.mark.parametrize("words", settings(), ids=" ".join)
+def test_the_settings_of_a_row_of_the_guide_are_complete(words):
+    assert resolve(words).config
