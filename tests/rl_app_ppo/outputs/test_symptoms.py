@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from pathlib import Path
+
 import pytest
 
+from rl_app_ppo.outputs import symptoms as module
 from rl_app_ppo.outputs.symptoms import symptoms
+
+GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "bad_run.md"
 
 FIRST = {"actor/entropy": 1.0, "critic/score/mean": 0.3}
 HEALTHY = {
@@ -151,3 +158,14 @@ def test_tool_calls_that_fail_are_a_symptom_if_all_do_or_half_of_them_three_time
 
 def test_nothing_is_asked_of_metrics_that_a_run_has_not():
     assert symptoms({}, [{}] * 10, tools=True) == {}
+
+
+def test_the_guide_lists_all_symptoms():
+    """And `reward`, the alarm of failing reward functions (training_warnings)."""
+    nodes = list(ast.walk(ast.parse(Path(module.__file__).read_text())))
+    keys = [key for node in nodes if isinstance(node, ast.Dict) for key in node.keys]
+    keys += [node.slice for node in nodes if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)]
+    names = {key.value for key in keys if isinstance(key, ast.Constant)}
+    assert names >= TRENDS.keys()
+    table = GUIDE.read_text().partition("| alarm |")[2].partition("\n\n")[0]
+    assert set(re.findall(r"^\| ([\w -]+) \|", table, flags=re.M)) == names | {"reward"}
