@@ -129,6 +129,17 @@ def test_folders_are_small():
     assert {name: count for name, count in counts.items() if count > MORE_MODULES.get(name, MAX_MODULES)} == {}
 
 
+def test_the_architecture_names_the_folders_of_each_package():
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    lacking: list[str] = []
+    for package in sorted({ROOT.joinpath(*path.relative_to(ROOT).parts[:4]) for path in SOURCES}):
+        listed = re.search(rf"^{re.escape(short(package))}\n(.*?)^(?:\n|```)", text, flags=re.DOTALL | re.MULTILINE)
+        named = re.findall(r"(\w+)/", listed[1]) if listed else []
+        folders = [file.parent for file in package.glob("*/__init__.py")]
+        lacking += [short(folder) for folder in folders if folder.name not in named]
+    assert lacking == []
+
+
 def test_lines_of_markdown_prose_are_short():
     long: list[str] = []
     for path in [
