@@ -203,6 +203,18 @@ def test_a_readme_of_a_member_installs_what_its_programs_import(readme: Path):
     assert {name.replace("_", "-") for name in imported} <= {project["name"], *named}
 
 
+def test_the_start_page_names_what_each_package_needs():
+    rows = dict(re.findall(r"^\| \[(rl-[\w-]+)\].*\| ([^|;]*)[^|]*\|$", (ROOT / "README.md").read_text(), flags=re.M))
+    del rows["rl-stack"]
+    everywhere = {"rl-protocol", "numpy", "msgspec"}
+    needs: dict[str, set[str]] = {}
+    for name in rows:
+        project = tomllib.loads((ROOT / "packages" / name / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        linux = [line for line in project["dependencies"] if "sys_platform != 'linux'" not in line]
+        needs[name] = {re.split(r"[^\w-]", line)[0] for line in linux} - everywhere
+    assert {name: {*filter(None, cell.strip().split(", "))} for name, cell in rows.items()} == needs
+
+
 def test_keys_in_the_prose_are_options():
     """A key that is renamed is renamed in the documents, too."""
     options = set(re.findall(r"^\| `([\w.]+)` \|", (ROOT / "apps/ppo/OPTIONS.md").read_text(), flags=re.MULTILINE))
