@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import re
 import urllib.request
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,10 +15,12 @@ import pytest
 from rl_protocol.ports import Generation, SamplingParams
 from rl_protocol.testing.bigram_model import BigramEngine
 from rl_trainer import PromptRow, Tokenizer
+from rl_trainer.algorithms.losses import POLICY_LOSSES
 from rl_trainer.rollout.agents import ToolAgent
 from rl_trainer.rollout.serving import FolderChatTokenizer
 from rl_trainer.rollout.session_turns import SessionRef, run_sessions
 
+ROOT = Path(__file__).parents[3]
 KEY = "k" * 32
 LETTERS = Tokenizer(
     encode=lambda text: [ord(letter) for letter in text], decode=lambda ids: "".join(chr(i) for i in ids if i > 1)
@@ -109,3 +113,17 @@ def test_forms_of_a_reward_function(run_block):
         "ground_truths",
         "extra_infos",
     ]
+
+
+@pytest.mark.parametrize(
+    ("page", "words"),
+    [
+        ("packages/rl-trainer/docs/algorithms.md", r"it is split\. ([^.]*) are one loss per response"),
+        ("docs/guides/other_trainers.md", r"The losses ([^.]*) also need `actor\.loss_agg_mode=seq-mean-token-mean`"),
+    ],
+)
+def test_a_page_names_the_losses_of_whole_responses(page, words):
+    (named,) = re.findall(words, (ROOT / page).read_text())
+    assert set(re.findall(r"`(\w+)`", named)) == {
+        name for name in POLICY_LOSSES.names() if POLICY_LOSSES.get(name).per_sequence
+    }
