@@ -45,3 +45,8 @@ def test_an_estimator_of_an_installed_package_is_listed(monkeypatch):
     monkeypatch.setattr(registry, "installed", lambda group: (offered,) if group == option.spec.plugins else ())
     assert names_of(option).known[-1] == "mine"
     assert "mine; packages offer more under rl_trainer.advantage_estimators" in help_of(option)
+
+
+def test_a_meaning_does_not_end_as_a_sentence():
+    """The names of the values follow it, after a colon."""
+    assert [key for key, option in OPTIONS.items() if option.spec.help.endswith((".", ":"))] == []

@@ -21,57 +21,57 @@ class TransferQueueConfig(Options):
         ConfigError: a value out of range; names the key.
     """
 
-    num_storage_units: int = option(2, "Processes that hold the data, on each host.", ge=1, le=256)
+    num_storage_units: int = option(2, "processes that hold the data, on each host", ge=1, le=256)
     capacity_mb: int = option(
         1024,
-        "MiB the plane may hold on each of its hosts, split evenly over the storage units there; memory is taken when used.",
+        "MiB the plane may hold on each of its hosts, split evenly over the storage units there; memory is taken when used",
         ge=1,
     )
-    segment_mb: int = option(16, "MiB of memory a storage unit touches ahead of need, in one step.", ge=1)
+    segment_mb: int = option(16, "MiB of memory a storage unit touches ahead of need, in one step", ge=1)
     timeout_s: float = option(
-        60.0, "Seconds a call on the plane may take where the caller names no deadline.", gt=0, lt=math.inf
+        60.0, "seconds a call on the plane may take where the caller names no deadline", gt=0, lt=math.inf
     )
 
     read_cache_mb: int = option(
         128,
         "MiB of copied columns that each client keeps for another read of the same rows (rows of several blocks or of another host "
-        "are copied); 0: none.",
+        "are copied); 0: none",
         ge=0,
     )
 
     backend: str = option(
         "simple",
-        "Where the bytes lie (simple: shared memory of storage units; memory: threads of this process)",
+        "where the bytes lie (simple: shared memory of storage units; memory: threads of this process)",
         plugins="rl_transferqueue.backends",
     )
     backend_address: str = option(
-        "", "Where the backend is: a Ray cluster (empty: the one Ray finds), host:port of mooncake_master."
+        "", "where the backend is: a Ray cluster (empty: the one Ray finds), host:port of mooncake_master"
     )
     listen: str = option(
         "",
-        "Address of this host to serve clients of other hosts at, host, host:port or [IPv6]:port: with a port, that one and those "
-        "after it; beyond loopback it needs a key (RL_TQ_KEY_FILE). Empty: only this host, over unix sockets.",
+        "address of this host to serve clients of other hosts at, host, host:port or [IPv6]:port: with a port, that one and those "
+        "after it; beyond loopback it needs a key (RL_TQ_KEY_FILE). Empty: only this host, over unix sockets",
     )
     durability: str = option(
         "off",
-        "What survives the death of all processes of the plane, and a loss of power: off: nothing. commit: every acknowledged put; "
-        "puts that arrive during a write share the next one. every_put: the same with one write per put.",
+        "what survives the death of all processes of the plane and a loss of power: nothing (off); or every acknowledged put, where puts that "
+        "arrive during a write share the next one (commit), or each has its own (every_put)",
         choices=DURABILITY,
     )
     journal_dir: str = option(
         "",
-        "Folder of the journal, on a local disk; made if missing. A plane that starts with it has the rows of the one before. Empty: "
-        "journal in the folder of the run; a plane without a run needs a folder.",
+        "folder of the journal, on a local disk; made if missing. A plane that starts with it has the rows of the one before. Empty: "
+        "journal in the folder of the run; a plane without a run needs a folder",
         needs="durability!=off",
     )
     verify: bool = option(
         False,
-        "Compare rows in memory with the digests of their puts (xxh3) whenever a client asks where they are; rows that differ are read "
-        "again from the journal. Memory of rows that share a put is free once all of them are cleared.",
+        "compare rows in memory with the digests of their puts (xxh3) whenever a client asks where they are; rows that differ are read "
+        "again from the journal. Memory of rows that share a put is free once all of them are cleared",
         needs="durability!=off",
     )
     shared_memory: bool = option(
-        True, "Clients on the plane's host share its memory; off: they use the network too (for tests)."
+        True, "clients on the plane's host share its memory; off: they use the network too (for tests)"
     )
 
     def check(self, path: str) -> None:

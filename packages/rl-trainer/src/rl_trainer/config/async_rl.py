@@ -18,7 +18,7 @@ class AsyncConfig(Options):
     max_staleness: int = option(
         0,
         "most versions between the weights that generated a response and those it trains. 0: generate, then train. "
-        "1: generate the next batch while training on this one; more: further batches ahead.",
+        "1: generate the next batch while training on this one; more: further batches ahead",
         ge=0,
     )
     depth: int = option(
