@@ -16,6 +16,8 @@ from rl_protocol.torch import from_weight
 _CONFIG = "config.json"
 _COPIED = ("generation_config.json",)
 _WEIGHTS = "model.safetensors"
+_TOKENIZER = ("*token*", "vocab.*", "merges.txt", "chat_template.*", "additional_chat_templates/*")
+"""Files of transformers' tokenizers, relative to the folder of the model."""
 
 
 def write_model(
@@ -43,5 +45,8 @@ def write_model(
 
 
 def copy_tokenizer(base: Path, folder: Path) -> list[Path]:
-    """Copy the tokenizer files of the base model and return the copies."""
-    return [Path(shutil.copyfile(file, folder / file.name)) for file in sorted(base.glob("*token*"))]
+    """Copy the tokenizer files and chat templates of the base model and return the copies."""
+    found = {file.relative_to(base) for pattern in _TOKENIZER for file in base.glob(pattern) if file.is_file()}
+    for name in found:
+        (folder / name).parent.mkdir(exist_ok=True)
+    return [Path(shutil.copyfile(base / name, folder / name)) for name in sorted(found)]
