@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
+import numpy as np
+import pytest
+
+from rl_protocol import WeightTensor
+
 
 def save_tokenizer(folder):
     """Save a tokenizer of three words with two chat templates."""
@@ -35,3 +42,17 @@ def test_the_copy_of_a_tokenizer_has_its_chat_templates(tmp_path):
     found = AutoTokenizer.from_pretrained(copy)
     assert found.chat_template == AutoTokenizer.from_pretrained(base).chat_template
     assert found.chat_template["tool_use"] == "{{ tools }}"
+
+
+@pytest.mark.parametrize("named", [{"dtype": "bfloat16"}, {"torch_dtype": "bfloat16"}, {}])
+def test_the_configuration_names_the_element_type_of_the_weights(tmp_path, named):
+    from rl_megatron_peft.backend.io.hf_export import write_model
+
+    base, copy = tmp_path / "base", tmp_path / "copy"
+    base.mkdir()
+    copy.mkdir()
+    (base / "config.json").write_text(json.dumps({"model_type": "llama", **named}))
+    weight = WeightTensor("w", "float32", (2,), np.zeros(8, np.uint8))
+    write_model(copy, base=base, weights=[weight], changes={"id2label": {}})
+    written = json.loads((copy / "config.json").read_text())
+    assert written == {"model_type": "llama", **dict.fromkeys(named or ["dtype"], "float32"), "id2label": {}}

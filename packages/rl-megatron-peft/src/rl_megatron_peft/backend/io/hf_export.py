@@ -14,6 +14,8 @@ from rl_protocol import OutputError, WeightTensor
 from rl_protocol.torch import from_weight
 
 _CONFIG = "config.json"
+_DTYPE = ("dtype", "torch_dtype")
+"""Names of the element type in the configuration: of transformers 5, and of 4 and before."""
 _COPIED = ("generation_config.json",)
 _WEIGHTS = "model.safetensors"
 _TOKENIZER = ("*token*", "vocab.*", "merges.txt", "chat_template.*", "additional_chat_templates/*")
@@ -24,6 +26,8 @@ def write_model(
     folder: Path, *, base: Path, weights: Sequence[WeightTensor], changes: Mapping[str, object] | None = None
 ) -> list[Path]:
     """Write weights and configuration into an empty folder and return the files.
+
+    The configuration names the element type of the first weight, in which transformers loads all.
 
     Args:
         folder: the folder.
@@ -36,7 +40,9 @@ def write_model(
     """
     try:
         save_file({weight.name: from_weight(weight) for weight in weights}, folder / _WEIGHTS, {"format": "pt"})
-        config = {**json.loads((base / _CONFIG).read_text()), **(changes or {})}
+        config: dict[str, object] = json.loads((base / _CONFIG).read_text())
+        dtypes = [name for name in _DTYPE if name in config] or _DTYPE[:1]
+        config |= {**dict.fromkeys(dtypes, weights[0].dtype), **(changes or {})}
         (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         copied = [shutil.copyfile(base / name, folder / name) for name in _COPIED if (base / name).exists()]
     except (OSError, SafetensorError) as error:
