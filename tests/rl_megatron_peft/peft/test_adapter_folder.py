@@ -140,6 +140,26 @@ def test_the_safetensors_library_reads_what_we_write(tmp_path: Path):
     assert array.shape == (8, 2)
 
 
+@pytest.mark.parametrize(
+    "exclude",
+    [("experts.gate_proj", "experts.up_proj", "mlp.experts.down_proj"), re.compile(r".*\.experts\..*")],
+)
+def test_experts_that_the_settings_leave_out_need_no_adapter(tmp_path: Path, exclude: Any):
+    adapter = make(rank=2)
+    attention = {name: pair for name, pair in adapter.pairs.items() if "mlp" not in name}
+    config = dataclasses.replace(adapter.config, target_modules=(*SIZES, "gate_proj", "up_proj"), exclude=exclude)
+    write_adapter(tmp_path / "a", dataclasses.replace(adapter, config=config, pairs=attention))
+    assert read_adapter(tmp_path / "a").pairs.keys() == attention.keys()
+    lost = dataclasses.replace(adapter, pairs=attention)  # experts are not left out
+    with pytest.raises(AdapterError, match=r"mlp\.down_proj is a target and has no adapter"):
+        verify_adapter(lost)
+    half = {name: pair for name, pair in adapter.pairs.items() if name != "model.layers.1.mlp.down_proj"}
+    with pytest.raises(AdapterError, match=r"layers\.1\.mlp\.down_proj is a target and has no adapter"):
+        verify_adapter(
+            dataclasses.replace(adapter, config=dataclasses.replace(config, target_modules=tuple(SIZES)), pairs=half)
+        )
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A valid folder without a manifest, as PEFT writes it."""

@@ -61,3 +61,15 @@ def test_excluded_modules_have_no_adapter(ranks, models, program):
     policy.update(program.batch_of(4, 0), temperature=1.0)
     assert len(policy.adapter().pairs) == 12
     assert "model.layers.0.mlp.up_proj" not in policy.adapter().pairs
+
+
+@pytest.mark.filterwarnings("ignore:You have passed exclude_modules")  # peft names modules only, no parameters
+def test_an_adapter_without_the_experts_can_be_saved_for_peft(ranks, moe_model, program, tmp_path):
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    exclude = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")
+    policy = program.policy_of(moe_model, ranks, "canonical", lora=LoraConfig(rank=2, exclude=exclude))
+    policy.save_pretrained(tmp_path / "adapter")
+    loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(moe_model), tmp_path / "adapter")
+    assert sum(name.endswith("lora_A.default.weight") for name, _ in loaded.named_parameters()) == 8

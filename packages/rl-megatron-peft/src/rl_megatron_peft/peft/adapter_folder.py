@@ -19,7 +19,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -115,7 +115,7 @@ def verify_adapter(adapter: Adapter, file: str = WEIGHTS_FILE) -> None:
                 f"has an adapter, but target_modules is {config.target_modules!r}, exclude {config.exclude!r}",
             )
         _verify_pair(file, module, pair, config)
-    names_of = _targets_of(layers, adapter.pairs)
+    names_of = _targets_of(layers, adapter.pairs, config)
     for module, names in names_of.items():
         if module not in adapter.pairs and any(map(config.covers, names)):
             raise bad_file(file, module, "is a target and has no adapter, but others of its layer have one")
@@ -125,16 +125,21 @@ def verify_adapter(adapter: Adapter, file: str = WEIGHTS_FILE) -> None:
             raise bad_file(file, "target_modules", f"names {name!r}, which no layer with adapters has")
 
 
-def _targets_of(layers: set[int], pairs: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Return what can have adapters in these layers -> the names by which settings choose it."""
-    experts = any(ExpertParameter.parse(name) for name in pairs)
-    found: dict[str, tuple[str, ...]] = {}
-    for layer in sorted(layers):
-        parameters = [ExpertParameter(layer, name) for name in EXPERT_PARAMETERS] if experts else []
-        inside = {logical for parameter in parameters for logical in parameter.logical}
-        modules = [HFModule(layer, name).name for name in TARGETS if name not in inside]
-        found |= {name: (name,) for name in modules} | {one.name: one.targets for one in parameters}
-    return found
+def _targets_of(layers: set[int], pairs: Collection[str], config: LoraConfig) -> dict[str, tuple[str, ...]]:
+    """Return what can have adapters in these layers -> the names by which settings choose it.
+
+    The feed-forward layers have experts if these have adapters. If no module of them has one, they
+    may have experts that the settings leave out.
+    """
+    parameters = [ExpertParameter(layer, name) for layer in sorted(layers) for name in EXPERT_PARAMETERS]
+    inside = {logical for parameter in parameters for logical in parameter.logical}
+    modules = [HFModule(layer, name) for layer in sorted(layers) for name in TARGETS]
+    dense = any(module.name in pairs for module in modules if module.logical in inside)
+    left_out = not any(config.covers(target) for parameter in parameters for target in parameter.targets)
+    of_experts = {one.name: one.targets for one in parameters}
+    experts = not of_experts.keys().isdisjoint(pairs) or (left_out and not dense)
+    found = {module.name: (module.name,) for module in modules if not (experts and module.logical in inside)}
+    return found | (of_experts if experts else {})
 
 
 def _verify_pair(file: str, module: str, pair: LoraPair, config: LoraConfig) -> None:
