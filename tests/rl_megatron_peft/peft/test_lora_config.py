@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -49,6 +50,11 @@ def test_excluded_modules_are_matched_as_in_peft():
         ({"target_modules": ("xyzzy",)}, r"Unknown module 'xyzzy' in target_modules; known are .*down_proj\.$"),
         ({"target_modules": ("q_proj", "q_proj")}, "target_modules names a module twice"),
         ({"exclude": ("layers.0.up_prj",)}, r"'layers.0.up_prj' in exclude.*Did you mean 'up_proj'\?"),
+        (
+            {"target_modules": re.compile("Q_PROJ", re.IGNORECASE)},
+            r"target_modules must have its flags in the .*\(\?i\)",
+        ),
+        ({"exclude": re.compile("q _ proj", re.VERBOSE)}, "exclude must have its flags in the regular expression"),
         ({"exclude": ("q_proj",)}, "'q_proj' is in both target_modules and exclude"),
     ],
 )
@@ -56,3 +62,10 @@ def test_wrong_settings_are_named(setting: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message) as caught:
         LoraConfig(**setting)
     assert caught.value.field == next(iter(setting))
+
+
+def test_flags_in_a_regular_expression_are_stored_with_it():
+    config = LoraConfig(target_modules=re.compile(r"(?i).*\.O_PROJ"))
+    stored = LoraConfig.from_manifest(config.manifest_fields())
+    assert stored == config
+    assert stored.covers("model.layers.0.self_attn.o_proj")

@@ -180,6 +180,7 @@ def _number(field: str, value: object, fine: Callable[[float], bool], wanted: st
 
 def _modules(field: str, value: object) -> None:
     if isinstance(value, re.Pattern):
+        _no_flags(field, cast("re.Pattern[str]", value))
         return
     if not isinstance(value, tuple) or not all(isinstance(name, str) for name in cast("tuple[object, ...]", value)):
         raise ConfigError(
@@ -190,6 +191,15 @@ def _modules(field: str, value: object) -> None:
         raise ConfigError(f"{field} names a module twice: {names!r}.", field=field)
     for name in names:
         _known(field, name, name.rsplit(".", 1)[-1])
+
+
+def _no_flags(field: str, value: re.Pattern[str]) -> None:
+    """Refuse flags that are not in the text, which is all that an adapter folder stores."""
+    if value.flags != re.compile(value.pattern).flags:
+        raise ConfigError(
+            f"{field} must have its flags in the regular expression, such as '(?i)' for re.IGNORECASE; got {value!r}.",
+            field=field,
+        )
 
 
 def _pattern(field: str, value: object, fine: Callable[[float], bool], wanted: str) -> None:
