@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from rl_megatron_peft import AdapterError, FolderKind, folder_kind, whole_checkpoints
+from rl_megatron_peft import AdapterError, FolderKind, folder_kind, read_adapter, whole_checkpoints
 from rl_megatron_peft.peft.checkpoint_folders import refuse_unless_resumable
 
 
@@ -40,3 +41,11 @@ def test_whole_checkpoints_come_by_steps(tmp_path: Path):
             (tmp_path / name / "manifest.json").write_text('{"format": "rl-megatron-peft/1"}')
     assert [path.name for path in whole_checkpoints(tmp_path)] == ["step-9", "step-10"]
     assert folder_kind(tmp_path / "nothing") is FolderKind.UNKNOWN
+
+
+@pytest.mark.parametrize(("read", "field"), [(folder_kind, "layout"), (read_adapter, "file")])
+def test_a_folder_that_can_not_be_read_is_refused(tmp_path: Path, read: Callable[[Path], object], field: str):
+    folder = tmp_path / ("a" * 300)  # also for root, who may read everything
+    with pytest.raises(AdapterError, match=f"{field} can't be read: File name too long") as caught:
+        read(folder)
+    assert caught.value.file.startswith(str(folder))

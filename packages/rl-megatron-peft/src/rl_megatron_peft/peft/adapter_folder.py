@@ -225,8 +225,9 @@ def read_adapter(path: Path, *, value_head: bool = False) -> Adapter:
     Raises:
         AdapterError: a file is missing, damaged, or contradicts another; names file and field.
     """
+    config_bytes = _read(path / PEFT_CONFIG)
     _refuse_pickles(path)
-    config_bytes, weights_bytes = (_read(path / name) for name in (PEFT_CONFIG, WEIGHTS_FILE))
+    weights_bytes = _read(path / WEIGHTS_FILE)
     fingerprint = ""
     if (path / MANIFEST_FILE).exists():
         fingerprint = _check_manifest(path, {PEFT_CONFIG: config_bytes, WEIGHTS_FILE: weights_bytes})

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from enum import StrEnum
 from pathlib import Path
 
-from rl_megatron_peft.errors import AdapterError
+from rl_megatron_peft.errors import AdapterError, bad_file
 from rl_protocol.errors import OutputError
 from rl_protocol.support.disk_writes import fsync
 from rl_protocol.support.temporary_folders import temporary_folder
@@ -29,7 +29,18 @@ class FolderKind(StrEnum):
 
 
 def folder_kind(path: Path) -> FolderKind:
-    """Tell the kind of a folder from the files in it; a folder that does not exist is UNKNOWN."""
+    """Tell the kind of a folder from the files in it; a folder that does not exist is UNKNOWN.
+
+    Raises:
+        AdapterError: the folder can't be read.
+    """
+    try:
+        return _kind(path)
+    except OSError as error:
+        raise bad_file(path, "layout", f"can't be read: {error.strerror or error}") from error
+
+
+def _kind(path: Path) -> FolderKind:
     if (path / MANIFEST).is_file():
         return FolderKind.RESUME if _format(path / MANIFEST) == FORMAT else FolderKind.UNKNOWN
     if (path / PEFT_CONFIG).is_file():
