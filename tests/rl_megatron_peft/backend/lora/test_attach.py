@@ -18,6 +18,14 @@ from rl_protocol import ConfigError
             r"layers.0.self_attn.k_proj is not a target. Make it one, or set fused=False",
         ),
         ({"exclude": ("layers.1.mlp.up_proj",)}, "model.layers.1.mlp.up_proj is not a target"),
+        ({"target_modules": ("o_proj", "layers.7.mlp.up_proj")}, r"names 'layers\.7\.mlp\.up_proj', which no layer"),
+        (
+            {
+                "target_modules": ("layers.0.self_attn.o_proj", "layers.1.mlp.down_proj"),
+                "exclude": ("1.mlp.down_proj",),
+            },
+            r"names 'layers\.1\.mlp\.down_proj', which no layer with adapters has",
+        ),
     ],
 )
 def test_adapters_that_can_not_be_attached_are_refused(ranks, models, program, config, message):
@@ -33,6 +41,7 @@ def test_adapters_that_can_not_be_attached_are_refused(ranks, models, program, c
         ({"exclude": ("mlp.experts.up_proj",)}, "target_modules", r"all of gate_proj, up_proj of experts or none"),
         ({"target_modules": ("layers.2.mlp.experts.down_proj",)}, "target_modules", "is no module of this model"),
         ({"target_modules": ("mlp.down_proj",)}, "target_modules", "is no module of this model"),
+        ({"target_modules": ("o_proj", "mlp.down_proj")}, "target_modules", r"names 'mlp\.down_proj', which no layer"),
     ],
 )
 def test_adapters_of_experts_that_can_not_be_attached_are_refused(ranks, moe_model, program, config, field, message):

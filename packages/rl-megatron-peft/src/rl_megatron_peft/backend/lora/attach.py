@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -15,6 +15,7 @@ from rl_megatron_peft.backend.lora.adapter_spec import AdapterSpec, covered_part
 from rl_megatron_peft.backend.lora.dropout import DropoutContext, InputDropout
 from rl_megatron_peft.backend.model.gpt import ADAPTER, first_expert
 from rl_megatron_peft.backend.parallel import Ranks
+from rl_megatron_peft.base_model.experts import ExpertParameter
 from rl_megatron_peft.base_model.model_shape import ModelShape
 from rl_megatron_peft.base_model.naming import FUSED, MegatronModule
 from rl_megatron_peft.peft.lora_config import LoraConfig
@@ -49,8 +50,9 @@ def attach(
         This stage's adapters, by layer.
 
     Raises:
-        ConfigError: no module is a target, fused adapters or those of experts would cover part of a
-            fused module, or there are adapters of experts with dropout or DoRA.
+        ConfigError: no module is a target, or a name is none of a module; fused adapters or those
+            of experts would cover part of a fused module; or there are adapters of experts with
+            dropout or DoRA.
     """
     check_targets(config, shape, fused=fused)
     context = DropoutContext() if dropout_context is None else dropout_context
@@ -107,10 +109,29 @@ def check_targets(config: LoraConfig, shape: ModelShape, *, fused: bool) -> None
             f"target_modules is {config.target_modules!r}, which is no module of this model of {shape.layers} layers.",
             field="target_modules",
         )
+    _check_names(config, [*dense, *of_experts])
     if any(covered_parts(module, config) for module in of_experts):
         _check_experts(config)
     for module in dense if fused else ():
         _check_fused(config, module)
+
+
+def _check_names(config: LoraConfig, modules: Sequence[MegatronModule]) -> None:
+    """Check that each name is one of a module, as it is checked again when the adapter is saved."""
+    layers = {module.layer for module in modules if covered_parts(module, config)}
+    present = [name for module in modules if module.layer in layers for name in _names_of(module)]
+    for name in config.target_modules if isinstance(config.target_modules, tuple) else ():
+        if not any(module == name or module.endswith(f".{name}") for module in present):
+            raise ConfigError(
+                f"target_modules names {name!r}, which no layer with adapters has; remove it.", field="target_modules"
+            )
+
+
+def _names_of(module: MegatronModule) -> tuple[str, ...]:
+    """The names by which settings choose the parts of a module."""
+    if module.expert is not None:
+        return ExpertParameter.holding(module).targets
+    return tuple(part.name for part in module.parts)
 
 
 def _check_fused(config: LoraConfig, module: MegatronModule) -> None:
