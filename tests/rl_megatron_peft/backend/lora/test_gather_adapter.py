@@ -91,3 +91,15 @@ def test_fused_adapters_refuse_different_a_per_module(policy, ranks, models, pro
     assert {name: pair.a.data.tobytes() for name, pair in own.adapter().pairs.items()} == {
         name: pair.a.data.tobytes() for name, pair in policy.adapter().pairs.items()
     }
+
+
+def test_a_stage_refuses_different_a_in_a_layer_of_another_stage(policy):
+    from rl_megatron_peft.backend.lora.gather_adapter import scatter_adapter
+
+    whole, name = policy.adapter(), "model.layers.1.mlp.up_proj"
+    pair = whole.pairs[name]
+    other = dataclasses.replace(pair, a=dataclasses.replace(pair.a, data=pair.a.data ^ 1))
+    adapter = dataclasses.replace(whole, pairs={**whole.pairs, name: other})
+    first_stage = [layer for layer in policy.adapters if layer.spec.module.layer == 0]
+    with pytest.raises(AdapterError, match=r"up_proj\.lora_A differ, but fused adapters share one A"):
+        scatter_adapter(adapter, first_stage, policy.lora, policy.shape, policy.ranks, fused=True)

@@ -353,6 +353,7 @@ class MegatronLearner(ABC, Generic[LossFn]):
             lora,
             self.shape,
             self.ranks,
+            fused=self.settings.fused,
             fingerprint=self.fingerprint,
             source=str(path),
         )

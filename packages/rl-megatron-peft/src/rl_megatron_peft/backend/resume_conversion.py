@@ -43,6 +43,7 @@ def adapter_to_resume(adapter: Adapter, target: Path, base: Path, *, fused: bool
             adapter.config,
             policy.shape,
             policy.ranks,
+            fused=fused,
             fingerprint=policy.fingerprint,
             source=str(source),
         )

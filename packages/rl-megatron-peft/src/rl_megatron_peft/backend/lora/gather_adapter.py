@@ -108,6 +108,7 @@ def scatter_adapter(
     shape: ModelShape,
     ranks: Ranks,
     *,
+    fused: bool,
     fingerprint: str = "",
     source: str = "the adapter",
 ) -> None:
@@ -119,16 +120,19 @@ def scatter_adapter(
         config: their configuration.
         shape: shape of the model.
         ranks: place of this process.
+        fused: the attached adapters are fused.
         fingerprint: fingerprint of the model; not compared if it is empty here or in the adapter.
         source: where the adapter was read, for messages.
 
     Raises:
         AdapterError: base model, rank, scale, targets or shapes differ, or fused adapters can't
-            hold the factors; names file and field. Nothing is changed.
+            hold the factors; names file and field. Every rank raises it, whatever its stage, and
+            nothing is changed.
     """
     _check_compatible(adapter, config, shape, fingerprint, source)
+    if fused:
+        _check_shared_a(adapter, source)
     new: _New = []
-    shared: dict[torch.nn.Parameter, tuple[str, torch.Tensor]] = {}
     own = {adapter.spec.module: adapter for adapter in adapters}
     for name, pair in adapter.pairs.items():
         parameter = ExpertParameter.parse(name)
@@ -137,16 +141,8 @@ def scatter_adapter(
             continue
         module = HFModule.parse(name)
         layer = own.get(module.megatron)
-        whole_a = from_weight(pair.a)
         if layer is not None:
             held = layer.factors_of(module.logical)
-            first, kept = shared.setdefault(held["a"].parameter, (name, whole_a))
-            if not torch.equal(kept, whole_a):
-                raise AdapterError(
-                    f"{source}: {first}.lora_A and {name}.lora_A differ, but fused adapters share one A; attach with fused=False.",
-                    file=source,
-                    field=f"{name}.lora_A",
-                )
             new += [
                 (held[side].parameter, _part(from_weight(tensor), held[side].split, ranks))
                 for side, tensor in pair.tensors().items()
@@ -186,6 +182,22 @@ def _sizes(module: HFModule | ExpertParameter, config: LoraConfig, shape: ModelS
 
 def _part(tensor: torch.Tensor, split: int | None, ranks: Ranks) -> torch.Tensor:
     return tensor if split is None else tensor.chunk(ranks.layout.tensor, dim=split)[ranks.tensor]
+
+
+def _check_shared_a(adapter: Adapter, source: str) -> None:
+    """Check the modules that Megatron fuses for different A, also those on other stages."""
+    first: dict[MegatronModule, tuple[str, torch.Tensor]] = {}
+    for name, pair in adapter.pairs.items():
+        if ExpertParameter.parse(name) is not None:
+            continue
+        whole = from_weight(pair.a)
+        before, kept = first.setdefault(HFModule.parse(name).megatron, (name, whole))
+        if not torch.equal(kept, whole):
+            raise AdapterError(
+                f"{source}: {before}.lora_A and {name}.lora_A differ, but fused adapters share one A; attach with fused=False.",
+                file=source,
+                field=f"{name}.lora_A",
+            )
 
 
 def _exported(name: str, tensor: torch.Tensor) -> WeightTensor:
