@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
+from traceback import StackSummary
 
 import pytest
 
@@ -27,6 +29,23 @@ def checkpoint(ranks, models, program, tmp_path_factory):
         save_checkpoint(policy, path)
     assert [p.name for p in path.parent.iterdir()] == ["step-1"]
     return path
+
+
+def test_a_checkpoint_that_can_not_be_written_leaves_nothing(policy, tmp_path, monkeypatch):
+    """Megatron raises this on every rank if a file can't be written; it is no Exception."""
+    from megatron.core import dist_checkpointing
+    from torch.distributed.checkpoint import CheckpointException
+
+    from rl_megatron_peft.backend.resume import save_checkpoint
+
+    def full(state, folder):
+        assert list(tmp_path.rglob("dist_ckpt")) == [Path(folder)]
+        raise CheckpointException("write", {0: (RuntimeError("No space left on device"), StackSummary())})
+
+    monkeypatch.setattr(dist_checkpointing, "save", full)
+    with pytest.raises(OutputError, match=r"can't be written to .*step-1: No space left on device"):
+        save_checkpoint(policy, tmp_path / "step-1")
+    assert list(tmp_path.iterdir()) == []
 
 
 def edit_manifest(path, **fields):

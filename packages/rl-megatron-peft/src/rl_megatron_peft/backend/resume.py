@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from rl_megatron_peft.backend.cpu_shims import runnable
 from rl_megatron_peft.backend.learner import MegatronLearner
@@ -41,9 +42,9 @@ def save_checkpoint(learner: MegatronLearner[Any], path: Path) -> None:
     """Write a checkpoint into a new folder; a collective over all ranks, which share a file system.
 
     Raises:
-        OutputError: on every rank, if `path` exists or can't be written.
+        OutputError: on every rank, if `path` exists or can't be written; nothing is left there.
     """
-    scratch = path.with_name(f".{path.name}.partial")
+    scratch, problem = path.with_name(f".{path.name}.partial"), ""
 
     def prepare() -> None:
         if path.exists():
@@ -55,24 +56,38 @@ def save_checkpoint(learner: MegatronLearner[Any], path: Path) -> None:
         (scratch / TENSORS).mkdir(parents=True)
 
     def finish() -> None:
-        manifest = {
-            "format": FORMAT,
-            **learner.manifest_fields(),
-            "steps": learner.optimizer.steps,
-            "updates": learner.updates,
-        }
-        files = {str(file.relative_to(scratch)): _checksum(file) for file in sorted((scratch / TENSORS).iterdir())}
-        with (scratch / MANIFEST).open("x") as out:
-            json.dump({**manifest, "files": files}, out, indent=2, sort_keys=True)
-            out.flush()
-            os.fsync(out.fileno())
-        scratch.rename(path)
-        fsync(path.parent)
+        try:
+            if problem:
+                raise OSError(problem)
+            _publish(learner, scratch, path)
+        except OSError:
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise
 
     _on_first_rank(learner, path, prepare)
-    with runnable():
-        dist_checkpointing.save(_sharded(learner, _state(learner)), str(scratch / TENSORS))
+    try:
+        with runnable():
+            dist_checkpointing.save(_sharded(learner, _state(learner)), str(scratch / TENSORS))
+    except CheckpointException as error:  # every rank raises it, and the first one has the reasons
+        problem = ", ".join(sorted({str(why) for why, _ in error.failures.values()})) or str(error)
     _on_first_rank(learner, path, finish)
+
+
+def _publish(learner: MegatronLearner[Any], scratch: Path, path: Path) -> None:
+    """Write the manifest and give the folder its name."""
+    manifest = {
+        "format": FORMAT,
+        **learner.manifest_fields(),
+        "steps": learner.optimizer.steps,
+        "updates": learner.updates,
+    }
+    files = {str(file.relative_to(scratch)): _checksum(file) for file in sorted((scratch / TENSORS).iterdir())}
+    with (scratch / MANIFEST).open("x") as out:
+        json.dump({**manifest, "files": files}, out, indent=2, sort_keys=True)
+        out.flush()
+        os.fsync(out.fileno())
+    scratch.rename(path)
+    fsync(path.parent)
 
 
 def load_checkpoint(learner: MegatronLearner[Any], path: Path) -> None:
