@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from rl_megatron_peft import AdapterError, FolderKind, folder_kind, read_adapter, whole_checkpoints
-from rl_megatron_peft.peft.checkpoint_folders import refuse_unless_resumable
+from rl_megatron_peft.peft.checkpoint_folders import new_folder, refuse_unless_resumable
 
 
 @pytest.mark.parametrize(
@@ -49,3 +50,22 @@ def test_a_folder_that_can_not_be_read_is_refused(tmp_path: Path, read: Callable
     with pytest.raises(AdapterError, match=f"{field} can't be read: File name too long") as caught:
         read(folder)
     assert caught.value.file.startswith(str(folder))
+
+
+def test_a_new_folder_is_on_the_disk_before_it_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    new, flushed, real = tmp_path / "new", dict[int, bool](), os.fsync
+
+    def recorded(handle: int) -> None:
+        flushed[os.fstat(handle).st_ino] = new.exists()
+        real(handle)
+
+    def write(folder: Path) -> None:
+        (folder / "inside").mkdir()
+        (folder / "inside" / "file").write_text("x")
+        (folder / "file").write_text("y")
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    new_folder(new, write)
+    parts = [new, *new.rglob("*")]
+    assert len(parts) == 4
+    assert flushed == {**{path.stat().st_ino: False for path in parts}, tmp_path.stat().st_ino: True}

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -29,7 +28,7 @@ from rl_megatron_peft.backend.learner import MegatronLearner
 from rl_megatron_peft.backend.parallel import all_gather_json
 from rl_megatron_peft.backend.train.optimizer import MOMENTS
 from rl_megatron_peft.errors import AdapterError, bad_file
-from rl_megatron_peft.peft.checkpoint_folders import FORMAT, MANIFEST, refuse_unless_resumable
+from rl_megatron_peft.peft.checkpoint_folders import FORMAT, MANIFEST, fsync_tree, refuse_unless_resumable
 from rl_protocol import OutputError
 from rl_protocol.support.disk_writes import fsync
 
@@ -84,8 +83,7 @@ def _publish(learner: MegatronLearner[Any], scratch: Path, path: Path) -> None:
     files = {str(file.relative_to(scratch)): _checksum(file) for file in sorted((scratch / TENSORS).iterdir())}
     with (scratch / MANIFEST).open("x") as out:
         json.dump({**manifest, "files": files}, out, indent=2, sort_keys=True)
-        out.flush()
-        os.fsync(out.fileno())
+    fsync_tree(scratch)
     scratch.rename(path)
     fsync(path.parent)
 

@@ -82,8 +82,8 @@ def whole_checkpoints(root: Path) -> Iterator[Path]:
 def new_folder(path: Path, write: Callable[[Path], object]) -> None:
     """Create a folder with the files that `write` puts into it.
 
-    The folder appears complete or not at all: it is written beside `path` and renamed. An existing
-    folder is never touched.
+    The folder appears complete or not at all: it is written beside `path`, flushed to disk and
+    renamed. An existing folder is never touched.
 
     Raises:
         OutputError: `path` exists or can't be written.
@@ -96,10 +96,18 @@ def new_folder(path: Path, write: Callable[[Path], object]) -> None:
             folder = scratch / path.name
             folder.mkdir()
             write(folder)
+            fsync_tree(folder)
             folder.rename(path)
         fsync(path.parent)
     except OSError as error:
         raise OutputError(f"{path} can't be written: {error}.", path=str(path)) from error
+
+
+def fsync_tree(folder: Path) -> None:
+    """Flush the files and folders in a folder to disk, and the folder itself."""
+    for path in folder.rglob("*"):
+        fsync(path)
+    fsync(folder)
 
 
 def _format(file: Path) -> object:
