@@ -64,9 +64,7 @@ def to_peft(config: LoraConfig, base_model: str, adapted: Collection[str]) -> di
         "r": config.rank,
         "rank_pattern": dict(config.rank_pattern),
         "revision": None,
-        "target_modules": _outside_experts(config.target_modules, adapted)
-        if parameters
-        else _listed(config.target_modules),
+        "target_modules": _outside_experts(config.target_modules, adapted, others=bool(parameters)),
         "task_type": "CAUSAL_LM",
         "use_dora": config.use_dora,
         "use_rslora": config.use_rslora,
@@ -130,11 +128,15 @@ def _listed(modules: Modules) -> list[str] | str:
     return list(modules) if isinstance(modules, tuple) else modules.pattern
 
 
-def _outside_experts(modules: Modules, adapted: Collection[str]) -> list[str]:
-    """Return the targets outside of experts of an adapter that also has some of experts."""
+def _outside_experts(modules: Modules, adapted: Collection[str], *, others: bool) -> list[str] | str:
+    """Return the targets outside of experts of an adapter, which has `others` of experts or none.
+
+    Names that no adapter has are left out: PEFT takes them for those of experts, also where
+    `exclude_modules` has these.
+    """
     outside = sorted(name for name in adapted if not ExpertParameter.parse(name))
     if not isinstance(modules, tuple):
-        return outside
+        return outside if others else modules.pattern
     return [name for name in modules if any(one == name or one.endswith(f".{name}") for one in outside)]
 
 
