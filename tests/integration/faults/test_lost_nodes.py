@@ -58,7 +58,7 @@ def test_a_rollout_worker_whose_node_is_killed_gets_a_new_process_on_another(tmp
     assert steps(folder) == list(range(1, total + 1))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_without_another_node_says_which_one_is_gone_and_waits_until_one_joins(tmp_path, base_model, mark):
     folder, total = tmp_path / "run", 24
     alone = ("placement=[actor+reward]", "actor.use_kl_loss=false", f"trainer.total_training_steps={total}")

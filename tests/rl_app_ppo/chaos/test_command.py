@@ -35,7 +35,7 @@ def test_runs_whose_processes_are_killed_lose_nothing(tmp_path):
     assert "0 lost, 0 doubled, 0 held, 0 went back, 0 hung, 0 left behind" in out.getvalue()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_the_application_survives_the_end_of_a_worker_and_changed_bytes_of_weights_and_memory(tmp_path):
     out, path = io.StringIO(), tmp_path / "chaos.json"
