@@ -188,12 +188,17 @@ class ProcessGroup:
         return self._collective.start(self._group, self._place.rank, torch.frombuffer(bucket.memory, dtype=torch.uint8))
 
     def leave(self) -> None:
-        """Abort the group; a group that failed is never reused."""
-        group, self._group = self._group, None
-        if group is not None:
-            ending = threading.Thread(target=_abort, args=(group,), name="rl-ckpt-abort", daemon=True)
+        """Abort the group; a group that failed is never reused.
+
+        The destructor of a gloo group waits for a broadcast that begins during the abort, until the
+        timeout of the group. So the last reference is that of a thread for which nobody waits.
+        """
+        if self._group is not None:
+            aborted = threading.Event()
+            ending = threading.Thread(target=_abort, args=(self._group, aborted), name="rl-ckpt-abort", daemon=True)
+            self._group = None
             ending.start()
-            ending.join(_ABORT_S)
+            aborted.wait(_ABORT_S)
 
     def close(self) -> None:
         """Leave the group and stop listening; safe to call twice."""
@@ -261,6 +266,7 @@ async def _beside(call: Callable[[], T], timeout_s: float) -> T:
         return await future
 
 
-def _abort(group: Any) -> None:
+def _abort(group: Any, aborted: threading.Event) -> None:
     with contextlib.suppress(RuntimeError):
         group.abort()
+    aborted.set()
