@@ -93,7 +93,7 @@ def test_an_asynchronous_run(settings: list[str], tmp_path: Path):
     assert {line.split()[2] for line in lines} <= {"0", "1"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_a_run_on_a_ray_cluster(settings: list[str], tmp_path: Path):
     with two_nodes(num_cpus=2) as address:
