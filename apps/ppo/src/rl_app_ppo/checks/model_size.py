@@ -88,9 +88,14 @@ def _tower(config: Any, tower: Any) -> TowerSize:
         layers=len(tower.blocks),
         hidden=tower.patch_embed.embed_dim,
         pieces=vision.spatial_merge_size**2,
-        numbers=vision.in_channels * vision.temporal_patch_size * vision.patch_size**2,
+        numbers=_numbers(vision),
         activations=lambda patches, element: _kept_of_images(_shapes(config, _DTYPES[element]), patches),
     )
+
+
+def _numbers(vision: Any) -> int:
+    """Numbers of a patch."""
+    return vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
 
 
 def _of_blocks(model: Any, part: Any) -> int:
@@ -124,8 +129,7 @@ def _kept_of_images(model: Any, patches: int) -> int:
     tower, vision = model.model.visual, model.config.vision_config
     ends = torch.tensor([0, patches])
     with torch.device("meta"):
-        numbers = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-        pixels = torch.empty((patches, numbers), dtype=model.dtype)
+        pixels = torch.empty((patches, _numbers(vision)), dtype=model.dtype)
         given = {
             "position_ids": torch.zeros((patches, 2), dtype=torch.long),
             "window_index": torch.zeros(patches // vision.spatial_merge_size**2, dtype=torch.long),
