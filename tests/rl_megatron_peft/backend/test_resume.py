@@ -40,12 +40,55 @@ def test_a_checkpoint_that_can_not_be_written_leaves_nothing(policy, tmp_path, m
 
     def full(state, folder):
         assert list(tmp_path.rglob("dist_ckpt")) == [Path(folder)]
+        assert not (tmp_path / "step-1").exists()
         raise CheckpointException("write", {0: (RuntimeError("No space left on device"), StackSummary())})
 
     monkeypatch.setattr(dist_checkpointing, "save", full)
     with pytest.raises(OutputError, match=r"can't be written to .*step-1: No space left on device"):
         save_checkpoint(policy, tmp_path / "step-1")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_two_processes_save_one_checkpoint(policy, tmp_path, monkeypatch):
+    """The second one to finish is refused, and neither writes into the files of the other."""
+    from megatron.core import dist_checkpointing
+
+    from rl_megatron_peft.backend.resume import load_checkpoint, save_checkpoint
+
+    save = dist_checkpointing.save
+
+    def with_another(state, folder):
+        monkeypatch.setattr(dist_checkpointing, "save", save)
+        save_checkpoint(policy, tmp_path / "step-1")
+        assert list(Path(folder).iterdir()) == []
+        save(state, folder)
+
+    monkeypatch.setattr(dist_checkpointing, "save", with_another)
+    with pytest.raises(OutputError, match=r"can't be written to .*step-1: .*not empty"):
+        save_checkpoint(policy, tmp_path / "step-1")
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+    load_checkpoint(policy, tmp_path / "step-1")
+
+
+@pytest.mark.parametrize("path", [Path(), Path("/")])
+def test_a_checkpoint_needs_a_name(policy, path):
+    from rl_megatron_peft.backend.resume import save_checkpoint
+
+    with pytest.raises(OutputError, match="exists; a checkpoint needs a new folder"):
+        save_checkpoint(policy, path)
+
+
+def test_a_checkpoint_that_can_not_be_read_is_refused(policy, checkpoint, monkeypatch):
+    """Root may read every file, so the checksum fails instead."""
+    from rl_megatron_peft.backend import resume
+    from rl_megatron_peft.backend.resume import load_checkpoint
+
+    def fails(file):
+        raise OSError(5, "Input/output error", str(file))
+
+    monkeypatch.setattr(resume, "_checksum", fails)
+    with pytest.raises(AdapterError, match=r"dist_ckpt/\S+: file can't be read: Input/output error"):
+        load_checkpoint(policy, checkpoint)
 
 
 def edit_manifest(path, **fields):

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,6 +33,7 @@ from rl_megatron_peft.errors import AdapterError, bad_file
 from rl_megatron_peft.peft.checkpoint_folders import FORMAT, MANIFEST, fsync_tree, refuse_unless_resumable
 from rl_protocol import OutputError
 from rl_protocol.support.disk_writes import fsync
+from rl_protocol.support.temporary_folders import owned_folder
 
 TENSORS = "dist_ckpt"
 _RANDOM = "random_state"
@@ -43,27 +46,31 @@ def save_checkpoint(learner: MegatronLearner[Any], path: Path) -> None:
     Raises:
         OutputError: on every rank, if `path` exists or can't be written; nothing is left there.
     """
-    scratch, problem = path.with_name(f".{path.name}.partial"), ""
+    locks: list[int] = []  # of the first rank's unfinished folder
+    problem = ""
 
-    def prepare() -> None:
+    def prepare() -> str:
         if path.exists():
             raise OutputError(
                 f"{path} exists; a checkpoint needs a new folder. Remove it or choose another.", path=str(path)
             )
-        if scratch.exists():
-            shutil.rmtree(scratch)  # left by a run that was killed while writing
-        (scratch / TENSORS).mkdir(parents=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished, lock = owned_folder(".unfinished-", path.parent)
+        locks.append(lock)
+        (unfinished / path.name / TENSORS).mkdir(parents=True)
+        return str(unfinished / path.name)
 
-    def finish() -> None:
+    def finish() -> str:
         try:
             if problem:
                 raise OSError(problem)
             _publish(learner, scratch, path)
-        except OSError:
-            shutil.rmtree(scratch, ignore_errors=True)
-            raise
+            return ""
+        finally:
+            shutil.rmtree(scratch.parent, ignore_errors=True)
+            os.close(locks.pop())
 
-    _on_first_rank(learner, path, prepare)
+    scratch = Path(_on_first_rank(learner, path, prepare))
     try:
         with runnable():
             dist_checkpointing.save(_sharded(learner, _state(learner)), str(scratch / TENSORS))
@@ -95,7 +102,7 @@ def load_checkpoint(learner: MegatronLearner[Any], path: Path) -> None:
         AdapterError: the folder is of another kind or damaged, or the base model or LoRA settings
             differ; names file and field. Nothing is changed.
     """
-    _on_first_rank(learner, path, lambda: _verify(learner, path))
+    _on_first_rank(learner, path, partial(_verify, learner, path))
     manifest = _read_manifest(path / MANIFEST)
     state = {key: torch.empty_like(tensor) for key, tensor in _state(learner).items()}
     with runnable():
@@ -129,7 +136,7 @@ def _sharded(learner: MegatronLearner[Any], state: Mapping[str, torch.Tensor]) -
     return sharded
 
 
-def _verify(learner: MegatronLearner[Any], path: Path) -> None:
+def _verify(learner: MegatronLearner[Any], path: Path) -> str:
     refuse_unless_resumable(path)
     file = path / MANIFEST
     manifest = _read_manifest(file)
@@ -138,9 +145,13 @@ def _verify(learner: MegatronLearner[Any], path: Path) -> None:
             raise bad_file(file, field, f"is {manifest.get(field)!r}, the model's is {want!r}")
     for name, want in manifest["files"].items():
         part = path / name
-        got = _checksum(part) if part.is_file() else None
+        try:
+            got = _checksum(part) if part.is_file() else None
+        except OSError as error:
+            raise bad_file(part, "file", f"can't be read: {error.strerror or error}") from error
         if got != want:
             raise bad_file(part, "file", f"does not match {MANIFEST}: expected {want}, got {got}")
+    return ""
 
 
 def _read_manifest(file: Path) -> dict[str, Any]:
@@ -162,18 +173,21 @@ def _checksum(file: Path) -> dict[str, object]:
     return {"bytes": file.stat().st_size, "sha256": digest.hexdigest()}
 
 
-def _on_first_rank(learner: MegatronLearner[Any], path: Path, work: Callable[[], None]) -> None:
-    """Call `work` on the first rank while the others wait, and raise its error on all ranks."""
-    problem: dict[str, str] = {}
+def _on_first_rank(learner: MegatronLearner[Any], path: Path, work: Callable[[], str]) -> str:
+    """Call `work` on the first rank while the others wait; return what it returns, or raise its
+    error, on all ranks.
+    """
+    found: dict[str, str] = {}
     if dist.get_rank() == 0:
         try:
-            work()
+            found = {"returned": work()}
         except AdapterError as error:
-            problem = {"message": str(error), "file": error.file, "field": error.field}
+            found = {"message": str(error), "file": error.file, "field": error.field}
         except OSError as error:
-            problem = {"message": f"The checkpoint can't be written to {path}: {error}"}
-    problem = all_gather_json(problem, learner.ranks.device)[0]
-    if "field" in problem:
-        raise AdapterError(problem["message"], file=problem["file"], field=problem["field"])
-    if problem:
-        raise OutputError(problem["message"], path=str(path))
+            found = {"message": f"The checkpoint can't be written to {path}: {error}"}
+    found = all_gather_json(found, learner.ranks.device)[0]
+    if "field" in found:
+        raise AdapterError(found["message"], file=found["file"], field=found["field"])
+    if "message" in found:
+        raise OutputError(found["message"], path=str(path))
+    return found["returned"]
