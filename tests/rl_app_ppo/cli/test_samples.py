@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from rl_app_ppo.cli.samples import samples_text
+import msgspec
+import pytest
+
+from rl_app_ppo.cli.samples import read_samples, samples_text
+from rl_protocol import ConfigError
 from rl_trainer.rewards.scorer import Failure, Scored
 from rl_trainer.workers.sample_log import SampleRow
 
@@ -24,3 +28,14 @@ def test_the_parts_of_a_reward_have_columns():
         ["t1-0/2/0", "failed", "p", "r", "g"],
     ]
     assert samples_text(rows[2:]).splitlines()[0].split()[:3] == ["key", "reward", "prompt"]
+
+
+@pytest.mark.parametrize("key", ["", "t1-0", "t1-x/0/0"])
+def test_a_damaged_key_is_named(tmp_path, key):
+    (tmp_path / "config.yaml").touch()
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "samples").mkdir()
+    rows = [row("t1-0/0/0", Scored(numbers={"score": 1.0})), row(key, Scored(numbers={"score": 1.0}))]
+    (tmp_path / "samples" / "1.jsonl").write_bytes(msgspec.json.Encoder().encode_lines(rows))
+    with pytest.raises(ConfigError, match=f"A sample has a damaged key: '{key}'"):
+        read_samples(tmp_path, None, train=False, sort="key")

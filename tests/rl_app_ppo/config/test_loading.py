@@ -47,6 +47,19 @@ def test_dotted_overrides_are_typed():
     )
 
 
+@pytest.mark.parametrize("name", ["1e-5", "1.50", "007", "2026-11-29"])
+def test_a_text_that_reads_as_a_number_is_kept(name):
+    assert load_config([f"trainer.run_name={name}"]).trainer.run_name == name
+
+
+@pytest.mark.parametrize("key", ["model.path", "lora.adapter_path", "reference.path", "trainer.output_dir"])
+def test_a_name_that_no_file_can_have_is_refused(key):
+    with pytest.raises(ConfigError, match=rf"^{key} must have names of at most 255 bytes .* got one of 256 bytes"):
+        load_config([f"{key}=folder/{'ä' * 128}"])
+    with pytest.raises(ConfigError, match=r"^data.train_files must have names of at most 255"):
+        load_config(["model.path=m", f"data.train_files=[a.jsonl,{'b' * 256}]"])
+
+
 @pytest.mark.parametrize("preset", presets())
 def test_what_cfg_prints_is_what_a_file_may_hold(preset, tmp_path):
     teacher = ["reference.path=teacher"] if preset == "demo-opd" else []

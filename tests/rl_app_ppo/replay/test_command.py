@@ -22,7 +22,7 @@ def replay(*words):
         (None, "is no folder of a run"),
         ([0, 1, 2], "--step must be a trained step in "),
         ([0, 1, 2], "one of 1..2; got 9."),
-        ([], "one of none; got 9."),
+        ([], "metrics.jsonl, which has none yet; got 9."),
     ],
 )
 def test_a_folder_without_the_step_is_refused(tmp_path, metrics, words):

@@ -174,6 +174,17 @@ def test_a_target_that_is_no_file_in_a_folder_is_refused(tmp_path, target):
     assert f"--out {tmp_path / target} must be a file in a folder that exists" in done.output.replace("\n", " ")
 
 
+def test_a_report_replaces_reports_alone(tmp_path):
+    run, notes = write_run(tmp_path / "a", texts=("t",)), tmp_path / "notes.html"
+    notes.write_text("<!doctype html>\n<p>mine</p>\n")
+    done = CliRunner().invoke(rl.app, ["report", str(run), "--out", str(notes)])
+    assert done.exit_code == 2
+    assert f"--out {notes} exists and is no report" in done.output.replace("\n", " ")
+    assert notes.read_text() == "<!doctype html>\n<p>mine</p>\n"
+    for _ in range(2):
+        assert CliRunner().invoke(rl.app, ["report", str(run), "--out", str(tmp_path / "own.html")]).exit_code == 0
+
+
 def test_a_target_that_is_a_pipe_or_a_link_stays_one(tmp_path):
     run = write_run(tmp_path / "a", texts=("t",))
     os.mkfifo(tmp_path / "pipe")

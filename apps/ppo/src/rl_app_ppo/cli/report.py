@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.text import Text
 
 from rl_app_ppo.outputs.run_folder import RunFiles
-from rl_app_ppo.report.page import write_report
-from rl_protocol import ConfigError
+from rl_app_ppo.report.page import is_report, write_report
+from rl_protocol import ConfigError, OutputError
 
 
 def report(run: Path, other: Path | None, target: Path | None, out: Console, *, show: bool = False) -> None:
@@ -27,13 +27,15 @@ def report(run: Path, other: Path | None, target: Path | None, out: Console, *, 
     Raises:
         ConfigError: a folder holds no run, or it can't be read; or `target` is in no folder; or
             there is no browser to open it.
-        OutputError: the file can't be written.
+        OutputError: the file can't be written, or `target` exists and is no report.
     """
     folders = [run, *([other] if other is not None else [])]
     beside = RunFiles(folder=run).report if other is None else run / f"compared-with-{other.resolve().name}.html"
     path = Path(os.path.realpath(target)) if target is not None else beside  # a link such as /dev/stdout stays one
     if target is not None and (not path.parent.is_dir() or (path.exists() and not path.is_file())):
         raise ConfigError(f"--out {target} must be a file in a folder that exists, such as report.html.")
+    if target is not None and path.exists() and not is_report(path):
+        raise OutputError(f"--out {target} exists and is no report; choose another name, or remove it.")
     size = write_report(folders, path)
     out.print(Text(f"{path.resolve()} ({size / 1e6:.2f} MB)"), soft_wrap=True)
     if show and not webbrowser.open(path.resolve().as_uri()):

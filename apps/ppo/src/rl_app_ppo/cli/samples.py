@@ -12,7 +12,7 @@ from rl_app_ppo.cli.columns import columns
 from rl_app_ppo.outputs.answers import one_line
 from rl_app_ppo.outputs.run_folder import files_of
 from rl_app_ppo.outputs.run_record import read_run
-from rl_protocol import ConfigError, RowKey
+from rl_protocol import BatchError, ConfigError, RowKey
 from rl_trainer.record.record_rows import TrajectoryRow
 from rl_trainer.rewards.scorer import Failure, Scored
 from rl_trainer.workers.sample_log import SampleRow
@@ -132,5 +132,8 @@ def _reward_or_least(row: SampleRow) -> float:
 
 
 def _place(row: SampleRow) -> tuple[int, int, int]:
-    key = RowKey.parse(row.key)
-    return int(key.uid.rpartition("-")[2]), key.session, key.index
+    try:
+        key = RowKey.parse(row.key)
+        return int(key.uid.rpartition("-")[2]), key.session, key.index
+    except (BatchError, ValueError) as error:
+        raise ConfigError(f"A sample has a damaged key: {row.key!r}.") from error

@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import os
 import shlex
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -50,6 +51,21 @@ from rl_trainer.data.model_families import why_padded
 
 _NAMES = (ALGORITHM, "algorithm.name", PRESET)
 """Keys that select a layer instead of setting a value."""
+_PATHS = (
+    "data.train_files",
+    "data.val_files",
+    "model.path",
+    "model.cache_dir",
+    "lora.adapter_path",
+    "reference.path",
+    "critic.adapter_path",
+    "transfer_queue.journal_dir",
+    "checkpoint_engine.directory",
+    "trainer.output_dir",
+)
+"""Keys whose values are names of files and folders."""
+_NAME_BYTES = 255
+"""Most bytes of the name of a file."""
 _WORDS = "command line"
 """Origin of the overrides."""
 
@@ -59,6 +75,12 @@ def options(engine: str = "") -> tuple[Option, ...]:
     """All leaf keys of the schema in order; with an engine, without the groups of other engines."""
     hidden = tuple(f"{group}." for group in _hidden_groups(engine))
     return tuple(option for option in list_options(AppConfig) if not option.key.startswith(hidden))
+
+
+@functools.cache
+def _texts() -> frozenset[str]:
+    """Keys whose values are text."""
+    return frozenset(option.key for option in options() if option.type == "str")
 
 
 def _hidden_groups(engine: str) -> tuple[str, ...]:
@@ -153,7 +175,19 @@ def _checked(sources: Sequence[Source]) -> list[Source]:
         for key in values:
             if key not in _NAMES:
                 _check_known(key, known, origin)
+        _check_lengths(values)
     return list(spelled)
+
+
+def _check_lengths(values: Mapping[str, Any]) -> None:
+    """Refuse what the file system can't look up."""
+    for key in values.keys() & set(_PATHS):
+        for path in items(values[key]):
+            longest = max(len(os.fsencode(part)) for part in str(path).split("/"))
+            if longest > _NAME_BYTES:
+                raise ConfigError(
+                    f"{key} must have names of at most {_NAME_BYTES} bytes between its slashes; got one of {longest} bytes in {path!r}."
+                )
 
 
 def _layers_below(given: Sequence[Source]) -> list[Source]:
@@ -333,7 +367,7 @@ def read_config(path: Path) -> AppConfig:
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """The dotted key and the value of `key=value`; the value is YAML.
+    """The dotted key and the value of `key=value`; the value is YAML, but 1e-5 as a text stays so.
 
     Raises:
         ConfigError: it has another form.
@@ -346,7 +380,8 @@ def parse_override(text: str) -> tuple[str, Any]:
     if not value:
         return key, ""  # YAML would read it as null
     try:
-        return key, parse_yaml(value)
+        parsed = parse_yaml(value)
+        return key, value if isinstance(parsed, float) and key in _texts() else parsed
     except yaml.YAMLError as error:
         raise ConfigError(
             f"The value of {key} can't be read as YAML: {value!r}. Quote a text with special characters: "

@@ -117,5 +117,5 @@ def _require_step(files: RunFiles, step: int) -> None:
     """A killed run may have kept the batch of a step whose metrics it has not written."""
     steps = sorted({*steps_of(files), *kept_steps(files.batches)} - {0})
     if step not in steps:
-        known = f"{steps[0]}..{steps[-1]}" if steps else "none"
-        raise ConfigError(f"--step must be a trained step in {files.metrics}, one of {known}; got {step}.")
+        known = f"one of {steps[0]}..{steps[-1]}" if steps else "which has none yet"
+        raise ConfigError(f"--step must be a trained step in {files.metrics}, {known}; got {step}.")

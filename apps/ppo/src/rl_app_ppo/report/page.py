@@ -15,11 +15,15 @@ from rl_app_ppo.report.packing import Packer
 from rl_app_ppo.report.run_data import RunData, packed_run
 from rl_trainer.record.redaction import Redaction
 
+_GENERATOR = b'<meta name="generator" content="rl report">'
+_HEAD_BYTES = 1024
+"""Bytes from the start of a report that contain _GENERATOR."""
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="generator" content="rl report">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title>
 <style>{style}</style>
@@ -49,6 +53,12 @@ def write_report(folders: Sequence[Path], target: Path) -> int:
         finally:
             unfinished.unlink(missing_ok=True)
     return len(page)
+
+
+def is_report(path: Path) -> bool:
+    """Whether a file is the report of a run, not another page or file."""
+    with path.open("rb") as file:
+        return _GENERATOR in file.read(_HEAD_BYTES)
 
 
 def report_page(runs: Sequence[RunData]) -> bytes:
