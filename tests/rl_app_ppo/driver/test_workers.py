@@ -116,7 +116,7 @@ def test_replicas_see_the_gpus_of_the_ranks_that_lend_them_also_after_a_restart(
             pool.start()
             await pool.ready(tmp_path)
             before = await visible_gpus(pool.processes)
-            await pool.build(tmp_path, cast(PlaneDescriptor, None), PluginPolicy())
+            await pool.build(tmp_path, cast(PlaneDescriptor, None), PluginPolicy(), {})
             (replica,) = [process for process in pool.processes if process.name == "rollout-1"]
             await replica.restart()
             return before, await visible_gpus([replica])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import importlib.util
+import json
 from pathlib import Path
 
 import msgspec
@@ -220,6 +222,24 @@ def test_a_rollout_shares_a_base_in_bfloat16_if_it_generates_in_it(built, dtype,
 
     options = ("lora.rank=4", "torch.param_dtype=bfloat16", f"rollout.dtype={dtype}")
     built(body, *options, roles=("actor", "rollout"))
+
+
+def test_a_rollout_opens_the_data_files_of_the_run_alone(built, tmp_path):
+    """A worker that replaces another one gets rows by number, so other rows would be taken."""
+    file = tmp_path / "train.jsonl"
+    row = {"data_source": "d", "prompt": "1+1=", "reward_model": {"ground_truth": "2"}}
+    file.write_text(json.dumps(row) + "\n")
+    given = {"data.train_files": {str(file): hashlib.sha256(file.read_bytes()).hexdigest()}}
+    options = [f"data.train_files={file}", "data.train_batch_size=1", "actor.ppo_mini_batch_size=1"]
+    options += ["data.val_files=" + str(file), f"model.cache_dir={tmp_path / 'cache'}"]
+
+    async def body(workers):
+        assert sorted(workers) == ["rollout"]
+
+    built(body, *options, roles=("rollout",), data_files=given)
+    file.write_text(json.dumps(row | {"prompt": "2+2="}) + "\n")
+    with pytest.raises(ConfigError, match=r"^data.train_files: \S+train.jsonl on \S+ is not the file that the driver"):
+        built(body, *options, roles=("rollout",), data_files=given)
 
 
 def test_an_adapter_of_the_critic_that_can_not_be_read_is_named_with_its_key(built, tmp_path):

@@ -26,6 +26,7 @@ from rl_app_ppo.driver.heartbeat_watch import heartbeat_watch
 from rl_app_ppo.driver.restart_policy import RestartPolicy
 from rl_app_ppo.driver.workers import WorkerPool
 from rl_app_ppo.inputs.demo_model import cached_demo_model
+from rl_app_ppo.inputs.input_files import InputFiles
 from rl_app_ppo.outputs.console import Screen
 from rl_app_ppo.outputs.run_folder import RunFiles
 from rl_app_ppo.outputs.run_journal import plane_settings, require_own_rows
@@ -48,6 +49,8 @@ class ProcessPlan:
     """Forks the workers of a Ray on this machine; None: with ray.address=ADDRESS."""
     restarts: RestartPolicy | None
     """Counts the new processes of workers and of the controller; None: there are none."""
+    inputs: InputFiles
+    """The files that the run reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +136,7 @@ async def _load_models(
                 f"data plane: {plane.settings.num_storage_units} storage units on each of {len(others) + 1} hosts"
             )
     with startup.phase("models", "workers load their models"):
-        await pool.build(model_path, plane.descriptor, plan.plugins)
+        await pool.build(model_path, plane.descriptor, plan.plugins, plan.inputs.data)
     return model_path
 
 

@@ -21,7 +21,6 @@ from rl_app_ppo.driver.restart_policy import RestartPolicy
 from rl_app_ppo.driver.weight_sync import OnStep, make_sync, measured
 from rl_app_ppo.driver.workers import WorkerPool
 from rl_app_ppo.inputs.data import about_validation, open_data, sessions_of, train_order
-from rl_app_ppo.inputs.input_files import InputFiles
 from rl_app_ppo.outputs.console import LossNotes, OldLogProbNotes, Screen
 from rl_app_ppo.outputs.metric_sinks import CONSOLE, logger_names, open_sinks
 from rl_app_ppo.outputs.metrics_file import JSONLSink, kept_metrics
@@ -58,8 +57,6 @@ class RunPlan(ProcessPlan):
 
     graph: StepGraph
     """The stages of a step, from `Facts`."""
-    inputs: InputFiles
-    """The files that the run reads."""
     start: Start
     """The beginning, or a checkpoint."""
     record: RunRecord

@@ -22,6 +22,7 @@ from rl_app_ppo.config.model_path import given_critic_adapter, given_reference
 from rl_app_ppo.config.placement import Role, WorkerGroup
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.driver.adapter_conversion import initial_adapter
+from rl_app_ppo.inputs.input_files import Digests
 from rl_app_ppo.outputs.console import Screen
 from rl_app_ppo.outputs.run_folder import RunFiles
 from rl_app_ppo.outputs.startup_times import Startup
@@ -233,7 +234,7 @@ class WorkerPool:
         screen.clear_bar()
         return Path(path)
 
-    async def build(self, model_path: Path, plane: PlaneDescriptor, plugins: PluginPolicy) -> None:
+    async def build(self, model_path: Path, plane: PlaneDescriptor, plugins: PluginPolicy, data_files: Digests) -> None:
         """Have all processes load their models and connect to the data plane.
 
         Processes that use the GPUs of others come after these: vLLM takes a part of a GPU's memory,
@@ -243,6 +244,7 @@ class WorkerPool:
             model_path: folder of the policy.
             plane: where the data plane is.
             plugins: which plug-ins of the weight synchronization may load.
+            data_files: digests of the data files of the run.
         """
         meetings = await self._open_rendezvous()
         resolved, described = to_yaml(self._config), msgspec.json.encode(plane)
@@ -266,6 +268,7 @@ class WorkerPool:
                 lends_gpu=planned.name in lenders,
                 plugins=plugins,
                 trusted_files=trusted_files(),
+                data_files={key: dict(files) for key, files in data_files.items()},
             )
             payloads.append(msgspec.msgpack.encode(call))
         every = list(zip(self._planned, self.processes, payloads, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from rl_app_ppo.config.loading import flat_settings, to_yaml
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.inputs.code_files import code_files
+from rl_protocol import ConfigError
 from rl_protocol.support.trusted_files import trusted_files
 from rl_trainer.data.validation_split import PreparedPrompts
 
@@ -44,6 +46,34 @@ def input_files(config: AppConfig, data: Mapping[str, PreparedPrompts]) -> Input
         data: the prompts by split, as `open_data` gives them.
     """
     return InputFiles(data=dict(_data(config, data)), code=_code(config))
+
+
+def check_data(config: AppConfig, data: Mapping[str, PreparedPrompts], given: Digests) -> None:
+    """Check that this process has opened the data files of the run, whose rows it gets by number.
+
+    Args:
+        config: the configuration of the run.
+        data: the prompts by split, as `open_data` gives them here.
+        given: digests of the data files of the run.
+
+    Raises:
+        ConfigError: the content of a file differs.
+    """
+    for key, name in differing(given, dict(_data(config, data))):
+        raise ConfigError(
+            f"{key}: {name} on {socket.gethostname()} is not the file that the driver opened when the run started: its content differs. "
+            "Put that file back on all hosts, and resume the run."
+        )
+
+
+def differing(before: Digests, now: Digests) -> list[tuple[str, str]]:
+    """Key and path of the files that are in both and whose digests differ."""
+    return [
+        (key, name)
+        for key, files in now.items()
+        for name, digest in files.items()
+        if before.get(key, {}).get(name, digest) != digest
+    ]
 
 
 def _data(config: AppConfig, data: Mapping[str, PreparedPrompts]) -> Iterator[tuple[str, Mapping[str, str]]]:

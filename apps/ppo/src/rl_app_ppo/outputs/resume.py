@@ -9,7 +9,7 @@ from pathlib import Path
 from rl_app_ppo.config.loading import flat_settings, to_yaml
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.config.training_backends import get_training_backend
-from rl_app_ppo.inputs.input_files import Digests, InputFiles
+from rl_app_ppo.inputs.input_files import InputFiles, differing
 from rl_app_ppo.outputs.run_folder import CHECKPOINTS, MODEL
 from rl_protocol import ConfigError, OutputError
 from rl_protocol.support.option_tree import list_options
@@ -127,7 +127,7 @@ def _changed_files(checkpoint: Checkpoint, config: AppConfig, inputs: InputFiles
         ConfigError: a data file has changed, and data.on_changed_file does not accept that.
     """
     notes, before = list[str](), checkpoint.manifest.inputs
-    for key, name in _differing(before, inputs.data):
+    for key, name in differing(before, inputs.data):
         if config.data.on_changed_file != "accept":
             raise ConfigError(
                 f"{key}: {name} is not the file that the checkpoint {checkpoint.folder} was trained with: its content has changed. Put "
@@ -142,19 +142,9 @@ def _changed_files(checkpoint: Checkpoint, config: AppConfig, inputs: InputFiles
             )
         notes.append(f"warning: {name} ({key}) has changed since then; it is accepted (data.on_changed_file)")
     notes += [
-        f"warning: the code {name} ({key}) has changed since then" for key, name in _differing(before, inputs.code)
+        f"warning: the code {name} ({key}) has changed since then" for key, name in differing(before, inputs.code)
     ]
     return notes
-
-
-def _differing(before: Digests, now: Digests) -> list[tuple[str, str]]:
-    """Key and path of the files whose digests differ."""
-    return [
-        (key, name)
-        for key, files in now.items()
-        for name, digest in files.items()
-        if before.get(key, {}).get(name, digest) != digest
-    ]
 
 
 def _moves_rows(key: str, before: Mapping[str, object], now: Mapping[str, object]) -> bool:

@@ -15,6 +15,7 @@ from rl_app_ppo.checks.registry import preflight
 from rl_app_ppo.config.full_keys import full_keys_in_errors
 from rl_app_ppo.config.loading import read_config
 from rl_app_ppo.config.schema import AppConfig
+from rl_app_ppo.inputs.input_files import InputFiles
 from rl_app_ppo.outputs.console import Screen
 from rl_app_ppo.outputs.run_folder import RunFiles
 from rl_app_ppo.outputs.run_journal import weight_settings
@@ -124,6 +125,8 @@ def _trained(
         screen = Screen(progress)
         for warning in preflight(Facts(config, plugins)):
             screen.note(warning)
-        processes = ProcessPlan(config=config, files=own, plugins=plugins, fork_server=fork_server, restarts=None)
+        processes = ProcessPlan(
+            config=config, files=own, plugins=plugins, fork_server=fork_server, restarts=None, inputs=InputFiles()
+        )
         work = retrain(processes, planned.before, files.batches, planned.batches, screen, startup)
         return run_interruptibly(work)

@@ -19,6 +19,7 @@ from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.config.training_backends import TrainingBackendSpec
 from rl_app_ppo.demo.demos import DEMOS
 from rl_app_ppo.inputs.data import demonstrations, open_data, teacher_context
+from rl_app_ppo.inputs.input_files import check_data
 from rl_app_ppo.inputs.session import session_of
 from rl_app_ppo.inputs.tokenizer import decoder, eos_of, load_tokenizer, raw_decoder, session_tokenizer, vision_of
 from rl_app_ppo.worker.cores import cores_of_each
@@ -196,6 +197,7 @@ def _rollout(config: AppConfig, call: BuildCall, plane: DataPlane, engine: Rollo
     path = Path(call.model_path)
     receiver = ReceiverEndpoint(weight_engine(config, call), engine)
     data, session = open_data(config, path), session_of(config, path)
+    check_data(config, data, call.data_files)
     tokenizer, restart = session_tokenizer(load_tokenizer(path)), config.async_rl.on_update == "abort"
     worker = RolloutWorker(
         plane,

@@ -68,6 +68,8 @@ class BuildCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Which plug-ins of the weight synchronization may load, as the driver has read it."""
     trusted_files: dict[str, str] = {}
     """Files of code that the user allows: path -> sha256, which each host checks."""
+    data_files: dict[str, dict[str, str]] = {}
+    """SHA-256 of the data files of the run by key and path, which the rollout checks."""
 
 
 class WarmupProgress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
