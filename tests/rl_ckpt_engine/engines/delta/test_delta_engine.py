@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -211,6 +214,35 @@ def test_who_lacks_the_baseline_is_refused_and_comes_in_with_a_full_version() ->
     assert [sink.loaded == want for sink in sinks] == [True, True, True]
     for end in (one, late, later):
         end.close()
+
+
+def test_the_folder_of_a_killed_republisher_is_removed(tmp_path: Path) -> None:
+    """It holds all weights."""
+    config = CheckpointEngineConfig(directory=str(tmp_path))
+    code = """if True:
+        import asyncio, os, signal, sys
+        from rl_ckpt_engine import CheckpointEngineConfig
+        from rl_ckpt_engine.engines.delta.delta_engine import delta_over
+        from rl_ckpt_engine.engines.storage.disk import DiskEngine
+        from rl_ckpt_engine.testing import make_weights
+        engine = delta_over(DiskEngine)(CheckpointEngineConfig(directory=sys.argv[1]))
+        asyncio.run(engine.send_weights(make_weights([(4, 3)]), 1, timeout_s=60))
+        engine.finalize(1)
+        asyncio.run(engine.republish(timeout_s=60))
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=120, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    (left,) = tmp_path.glob("kept-*")
+    assert any(left.iterdir())
+    engine = delta_over(DiskEngine)(config)
+    send(engine, make_weights([(4, 3)]), 1)
+    engine.finalize(1)
+    asyncio.run(engine.republish(timeout_s=T))
+    assert not left.exists()
+    assert len(list(tmp_path.glob("kept-*"))) == 1
+    engine.close()
+    assert not list(tmp_path.glob("kept-*"))
 
 
 def test_a_source_that_changes_before_the_commit_costs_the_baseline_alone() -> None:

@@ -13,7 +13,6 @@ receiver without the baseline is refused; the manager adds it with a full versio
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -39,6 +38,7 @@ from rl_protocol.batch.dtypes import storage_dtype
 from rl_protocol.batch.weight_tensor import WeightTensor
 from rl_protocol.errors import WeightSyncError
 from rl_protocol.support.host.aligned_memory import aligned_bytes
+from rl_protocol.support.temporary_folders import owned_folder
 
 
 class DeltaPlacement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -110,6 +110,8 @@ class DeltaEngine(CheckpointEngine):
         self._received: Manifest | None = None
         self._undo: _Rollback | None = None
         self._republisher: Self | None = None
+        self._own_folder: tuple[Path, int] | None = None
+        """Directory of the republisher, and its lock."""
         self._send_metrics: dict[str, float] = {}
 
     @classmethod
@@ -219,7 +221,11 @@ class DeltaEngine(CheckpointEngine):
         """Serve the version with every tensor whole."""
         kept, weights = self.get_weights()
         self._close_republisher()
-        self._republisher = republisher = type(self)(_elsewhere(self._config))
+        config = self._config
+        if config.directory:  # one directory belongs to one sender
+            self._own_folder = owned_folder("kept-", Path(config.directory))
+            config = replace(config, directory=str(self._own_folder[0]))
+        self._republisher = republisher = type(self)(config)
         manifest = await republisher.send_weights(weights, kept.version, timeout_s=timeout_s, kind=kept.kind)
         republisher._carrier.finalize(kept.version)
         republisher._pending = None  # it serves one version and needs no baseline
@@ -233,9 +239,12 @@ class DeltaEngine(CheckpointEngine):
     def _close_republisher(self) -> None:
         if self._republisher is not None:
             self._republisher.close()
-            if self._republisher._config.directory:
-                shutil.rmtree(self._republisher._config.directory, ignore_errors=True)
             self._republisher = None
+        if self._own_folder is not None:
+            folder, lock = self._own_folder
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+            self._own_folder = None
 
 
 class DeltaGroupEngine(DeltaEngine):
@@ -406,13 +415,6 @@ class _Rollback:
             for entry, before in reversed(self._replaced):
                 _put(before, self._copy.bytes_of(entry))
         return self._copy
-
-
-def _elsewhere(config: CheckpointEngineConfig) -> CheckpointEngineConfig:
-    """The same settings with a new directory, because a directory belongs to one sender."""
-    if not config.directory:
-        return config
-    return replace(config, directory=str(Path(config.directory) / f"kept-{os.getpid()}-{secrets.token_hex(4)}"))
 
 
 def _same(manifest: Manifest, kept: Manifest) -> Manifest:
