@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rl_app_ppo.config.loading import options, resolve
-from rl_app_ppo.config.other_trainers import describe_other
+from rl_app_ppo.config.other_trainers import WORDS, describe_other
 from rl_protocol import ConfigError
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "from_trl.md"
@@ -37,6 +37,16 @@ def test_an_argument_of_trl_is_an_error_with_its_key():
         ConfigError, match=r"Unknown key 'learning_rate'\. It is a key of TRL; here it is actor\.optim\.lr\."
     ):
         resolve(["learning_rate=1e-5"])
+
+
+@pytest.mark.parametrize(("word", "setting"), WORDS.items())
+def test_a_plain_word_is_no_key_and_hints_at_one(word, setting):
+    key, _, value = setting.partition("=")
+    assert key in {"algorithm", *(option.key for option in options())}
+    with pytest.raises(ConfigError, match=re.escape(setting)):
+        resolve([f"{word}=1"])
+    if value:
+        assert resolve([setting]).changed
 
 
 def test_a_key_of_no_trainer_has_no_hint():

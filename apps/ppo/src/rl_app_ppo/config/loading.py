@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rl_app_ppo.config.full_keys import adapter_errors, full_keys_in_errors
 from rl_app_ppo.config.model_path import is_verl_adapter, model_type, verl_adapter_layer
-from rl_app_ppo.config.other_trainers import describe_other
+from rl_app_ppo.config.other_trainers import WORDS, describe_other
 from rl_app_ppo.config.placement import (
     AUTO,
     SHARE_GPUS,
@@ -412,7 +412,7 @@ def _check_known(key: str, known: Sequence[str], origin: str) -> None:
     inside = [name for name in known if name.startswith(key + ".")]
     if inside:
         raise ConfigError(
-            f"{key}{place} is a group of settings, not one setting; set one of its keys, such as {inside[0]}."
+            f"{key}{place} is a group of settings, not one setting; set one of its keys, such as {WORDS.get(key, inside[0])}."
         )
     raise unknown_key(key, known, place)
 
@@ -450,6 +450,8 @@ def unknown_key(key: str, known: Sequence[str], place: str = "") -> ConfigError:
 
 def nearest_key(key: str, known: Sequence[str]) -> str:
     """A hint at the most similar key; empty if none is similar."""
+    if key in WORDS:
+        return f" Did you mean {WORDS[key]!r}?"
     close = difflib.get_close_matches(key, known, n=3, cutoff=0.6)
     close.sort(key=lambda name: (-difflib.SequenceMatcher(a=name, b=key).ratio(), _letters_apart(name, key)))
     if not close:  # the right last part in the wrong group

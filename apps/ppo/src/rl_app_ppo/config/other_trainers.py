@@ -1,5 +1,5 @@
 """Keys of NeMo-RL and AReaL for asynchronous training, and arguments of TRL's `GRPOConfig`, which
-a run does not accept, and what to set.
+a run does not accept, and what to set; and plain words for keys.
 
 Those that mean the same are in `rl_app_ppo.config.verl_keys.aliases`, and verl's other keys in
 `rl_app_ppo.config.verl_keys`.
@@ -58,6 +58,34 @@ _KEYS: Mapping[str, Mapping[str, str]] = {
     },
 }
 """Trainer -> its key -> what to set here."""
+WORDS: Mapping[str, str] = {
+    "algo": "algorithm",
+    "bf16": "rollout.dtype",
+    "clip": "actor.clip_ratio_low",
+    "checkpoint": "trainer.resume_mode",
+    "data": "data.train_files",
+    "dataset": "data.train_files",
+    "epochs": "trainer.total_epochs",
+    "eval_steps": "trainer.test_freq",
+    "gpus": "trainer.n_gpus_per_node",
+    "kl": "actor.use_kl_loss",
+    "loss": "actor.policy_loss.loss_mode",
+    "max_tokens": "rollout.response_length",
+    "model_name": "model.path",
+    "n_gpus": "trainer.n_gpus_per_node",
+    "num_gpus": "trainer.n_gpus_per_node",
+    "resume": "trainer.resume_mode",
+    "rollout": "rollout.name",
+    "save_steps": "trainer.save_freq",
+    "seed": "trainer.seed",
+    "steps": "trainer.total_training_steps",
+    "threads": "trainer.threads_per_worker",
+    "total_steps": "trainer.total_training_steps",
+    "vllm": "rollout.name=vllm",
+    "wandb": "trainer.logger=wandb",
+    "workers": "rollout.num_workers",
+}
+"""Word that is no key -> the key, or the setting, that it most likely stands for."""
 
 
 def describe_other(key: str) -> str:
