@@ -37,7 +37,6 @@ from rl_protocol.support.temporary_folders import owned_folder
 
 TENSORS = "dist_ckpt"
 _RANDOM = "random_state"
-_CHUNK = 1 << 22
 
 
 def save_checkpoint(learner: MegatronLearner[Any], path: Path) -> None:
@@ -166,10 +165,8 @@ def _read_manifest(file: Path) -> dict[str, Any]:
 
 
 def _checksum(file: Path) -> dict[str, object]:
-    digest = hashlib.sha256()
     with file.open("rb") as opened:
-        while chunk := opened.read(_CHUNK):
-            digest.update(chunk)
+        digest = hashlib.file_digest(opened, "sha256")
     return {"bytes": file.stat().st_size, "sha256": digest.hexdigest()}
 
 
