@@ -51,7 +51,7 @@ def test_a_rollout_worker_whose_node_is_killed_gets_a_new_process_on_another(tmp
     alone = ("placement=[actor+reward]", "actor.use_kl_loss=false", f"trainer.total_training_steps={total}")
     with run_on_nodes(mark, folder, f"model.path={base_model}", *alone, lines=2) as (run, cluster):
         kill_node_of(cluster, processes_of(folder, "rollout-1")[-1])
-        out, err = run.communicate(timeout=300)
+        out, err = run.communicate(timeout=600)
     assert run.returncode == 0, (out, err)
     assert "rollout worker rollout-1 is lost and gets a new process (restart 1 of at most 6 an hour, in 0.1 s)" in out
     assert "the run starts again" not in out
