@@ -156,8 +156,6 @@ def test_a_ray_job_of_kuberay_has_what_kuberay_requires(capsys):
     assert re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", job["metadata"]["name"])
     spec = job["spec"]
     assert (spec["activeDeadlineSeconds"], spec["shutdownAfterJobFinishes"]) == (7201, True)
-    listen = "transfer_queue.listen=$(hostname -i)"
-    assert shlex.split(spec["entrypoint"])[6:] == ["trainer.nnodes=3", *PRESET, listen, "ray.address=auto"]
     cluster = spec["rayClusterSpec"]
     (workers,) = cluster["workerGroupSpecs"]
     assert workers["replicas"] == workers["minReplicas"] == workers["maxReplicas"] == 2
@@ -172,6 +170,27 @@ def test_a_ray_job_of_kuberay_has_what_kuberay_requires(capsys):
         assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
         assert pod["volumes"][1]["persistentVolumeClaim"] == {"claimName": "claim"}
     assert "workerGroupSpecs" not in yaml.safe_load(rendered(capsys, "kuberay"))["spec"]["rayClusterSpec"]
+
+
+@pytest.mark.parametrize("hosts", [1, 3])
+def test_kuberay_runs_the_command_with_the_address_of_the_head(capsys, tmp_path, hosts):
+    """A shell of the submitter's pod reads the entrypoint, then one of the head's pod."""
+    job = yaml.safe_load(rendered(capsys, "kuberay", f"trainer.nnodes={hosts}", *PRESET))
+    fakes = {"env": 'shift; exec "$@"', "hostname": 'echo "$POD"', "uv": 'printf "%s\\0" "$@" > "$TRACE"'}
+    for name, body in fakes.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    settings = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "TRACE": str(tmp_path / "trace")}
+    submit = f"printf '%s\\0' {job['spec']['entrypoint']} ;"
+    printed = subprocess.run(
+        ["bash", "-ec", submit], env={**settings, "POD": "submitter"}, capture_output=True, text=True, check=True
+    ).stdout
+    on_head = shlex.join(printed.split("\0")[:-1])  # as `ray job submit` does
+    subprocess.run(["sh", "-c", on_head], env={**settings, "POD": "head"}, check=True)
+    words = (tmp_path / "trace").read_text().split("\0")[:-1]
+    listen = ["transfer_queue.listen=head"] if hosts > 1 else []
+    assert words[:3] == ["run", "--no-sync", "apps/ppo"]
+    assert words[3:] == [f"trainer.nnodes={hosts}", *PRESET, *listen, "ray.address=auto"]
 
 
 def test_the_commands_for_hosts_that_are_there(capsys, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from importlib.metadata import version
@@ -161,7 +162,9 @@ def kuberay(job: ClusterJob) -> str:
         count = job.nodes - 1
         replicas = {"groupName": "workers", "replicas": count, "minReplicas": count, "maxReplicas": count}
         cluster["workerGroupSpecs"] = [{**replicas, **pods("ray-worker")}]
-    entrypoint = f"{job.app('$(hostname -i)')} ray.address=auto"
+    command = f"{job.app('$(hostname -i)')} ray.address=auto"
+    # the shell of the submitter's pod reads the entrypoint; the address is that of the head's pod
+    entrypoint = f"sh -c {shlex.quote(command)}" if job.nodes > 1 else command
     spec = {
         "entrypoint": f"env --chdir=/app {entrypoint}",
         "submissionMode": "K8sJobMode",
