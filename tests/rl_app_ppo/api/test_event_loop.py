@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import subprocess
 import sys
 import threading
 import traceback
@@ -93,7 +94,7 @@ def test_errors_pass():
         asyncio.run(cell())
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_handlers_of_the_process_are_restored(number: signal.Signals):
     def mine(number: int, frame: object) -> None: ...
 
@@ -111,6 +112,29 @@ def test_ctrl_c_cancels_the_coroutine_and_waits_for_its_clean_up():
         run_interruptibly(interrupted(cleaned_up), lambda: said.append(list(cleaned_up)))
     assert cleaned_up == [threading.current_thread().name]
     assert said == [[]], "said once, before the clean-up"
+
+
+@pytest.mark.parametrize(("ignored", "last"), [(False, "cleaned up"), (True, "done")])
+def test_a_closed_terminal_ends_the_coroutine_but_not_under_nohup(ignored: bool, last: str):
+    program = f"""
+import asyncio, os, signal
+from rl_app_ppo.api.event_loop import run_interruptibly
+signal.signal(signal.SIGHUP, signal.{"SIG_IGN" if ignored else "SIG_DFL"})
+async def work():
+    os.kill(os.getpid(), signal.SIGHUP)
+    try:
+        await asyncio.sleep(0.01 if {ignored} else 60)
+    except asyncio.CancelledError:
+        print("cleaned up")
+        raise
+    print("done")
+try:
+    run_interruptibly(work())
+except KeyboardInterrupt:
+    pass
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, last), done.stderr
 
 
 def test_ctrl_c_in_a_notebook_cancels_the_coroutine_and_waits_for_its_clean_up():

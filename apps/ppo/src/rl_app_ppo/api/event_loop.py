@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that end a run. SIGHUP comes when its terminal is closed; `nohup` has it ignored."""
 _LOOK_S = 0.5
 """Seconds between looks at pending signals: one that comes just before a wait does not end it."""
 
@@ -22,9 +23,9 @@ _LOOK_S = 0.5
 def run_interruptibly(work: Coroutine[Any, Any, T], interrupted: Callable[[], None] = lambda: None) -> T:
     """Run a coroutine to its end in an event loop of its own.
 
-    In the main thread, Ctrl-C and SIGTERM cancel it. If an event loop runs in this thread already,
-    as in a notebook, the coroutine runs in another thread, and this one waits for it; Ctrl-C
-    cancels it there too.
+    In the main thread, Ctrl-C, SIGTERM and SIGHUP cancel it. If an event loop runs in this thread
+    already, as in a notebook, the coroutine runs in another thread, and this one waits for it;
+    Ctrl-C cancels it there too.
 
     Args:
         work: the coroutine.
@@ -125,19 +126,20 @@ def _handlers_restored() -> Generator[None]:
 
 
 async def _cancelled_by_signals(work: Coroutine[Any, Any, T], interrupted: Callable[[], None]) -> T:
-    """Cancel the work at the first Ctrl-C or SIGTERM and ignore later ones.
+    """Cancel the work at the first Ctrl-C, SIGTERM or SIGHUP and ignore later ones.
 
     `uv run` forwards a Ctrl-C that the terminal has already sent to this process; the second one
     must not interrupt the clean-up, which has deadlines.
     """
     loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
+    handled = [number for number in _SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
     def end() -> None:
-        for number in _SIGNALS:
+        for number in handled:
             loop.add_signal_handler(number, logger.info, "ending already")
         interrupted()
         task.cancel()
 
-    for number in _SIGNALS:
+    for number in handled:
         loop.add_signal_handler(number, end)
     return await task
