@@ -15,7 +15,7 @@ import yaml
 from rl_app_ppo.cli.main import main
 
 PRESET = ("preset=math-qwen2.5-7b-8gpu", 'trainer.run_name=O\'Neill $(touch hacked) "x"', "model.path=/my models/é'`x`")
-KINDS = {"slurm": (), "sky": (), "kuberay": ("--image", "registry/rl:1"), "ray-job": ()}
+KINDS = {"slurm": (), "sky": (), "kuberay": ("--image", "registry/rl:1", "--volume", "claim"), "ray-job": ()}
 FAKES = {
     "uv": """
 case "$*" in
@@ -149,9 +149,7 @@ def test_a_sky_task_has_what_skypilot_requires(capsys, tmp_path):
 
 
 def test_a_ray_job_of_kuberay_has_what_kuberay_requires(capsys):
-    job = yaml.safe_load(
-        rendered(capsys, "kuberay", "trainer.nnodes=3", "--time", "02:00:01", "--volume", "claim", *PRESET)
-    )
+    job = yaml.safe_load(rendered(capsys, "kuberay", "trainer.nnodes=3", "--time", "02:00:01", *PRESET))
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     assert re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", job["metadata"]["name"])
     spec = job["spec"]
@@ -190,7 +188,18 @@ def test_kuberay_runs_the_command_with_the_address_of_the_head(capsys, tmp_path,
     words = (tmp_path / "trace").read_text().split("\0")[:-1]
     listen = ["transfer_queue.listen=head"] if hosts > 1 else []
     assert words[:3] == ["run", "--no-sync", "apps/ppo"]
-    assert words[3:] == [f"trainer.nnodes={hosts}", *PRESET, *listen, "ray.address=auto"]
+    outputs = "trainer.output_dir=/data/outputs"
+    assert words[3:] == [f"trainer.nnodes={hosts}", *PRESET, *listen, "ray.address=auto", outputs]
+
+
+def test_outputs_of_kuberay_outlive_its_containers(capsys):
+    def entrypoint(folder):
+        return yaml.safe_load(rendered(capsys, "kuberay", f"trainer.output_dir={folder}", *PRESET))["spec"][
+            "entrypoint"
+        ]
+
+    assert shlex.split(entrypoint("my runs"))[-2:] == ["ray.address=auto", "trainer.output_dir=/data/my runs"]
+    assert shlex.split(entrypoint("/mnt/runs"))[-1] == "ray.address=auto"
 
 
 def test_the_commands_for_hosts_that_are_there(capsys, tmp_path):
@@ -213,6 +222,7 @@ def test_the_commands_for_hosts_that_are_there(capsys, tmp_path):
         (["--launch", "slurm", "--time", "1d; rm", PRESET[0]], "--time must be HH:MM:SS; got '1d; rm'"),
         (["--launch", "sky", "--gpu-type", "a\nb", PRESET[0]], "--gpu-type must be a name"),
         (["--launch", "kuberay", PRESET[0]], "needs --image"),
+        (["--launch", "kuberay", "--image", "x", PRESET[0]], "which are deleted when the run ends. Set --volume"),
         (["--launch", "slurm", "--image", "x", PRESET[0]], "--image has no effect with --launch slurm"),
         (
             ["--launch", "slurm", "preset=async-7b-2x8gpu", "checkpoint_engine.backend=shm"],

@@ -43,6 +43,8 @@ class ClusterJob:
     """Lower-case letters, digits and dashes."""
     words: tuple[str, ...]
     """Command line of the run, without ray.address."""
+    output_dir: str
+    """Parent of the run folders."""
     extras: tuple[str, ...]
     """Extras of this repository that it needs."""
     nodes: int

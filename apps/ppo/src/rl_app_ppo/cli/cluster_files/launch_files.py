@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from importlib.metadata import version
+from pathlib import PurePosixPath
 from typing import Any
 
 import yaml
@@ -25,7 +26,7 @@ JOB_FLAGS: Mapping[str, str] = {
     "--time": "time limit as HH:MM:SS; 24:00:00 by default",
     "--gpu-type": "slurm, sky: type of GPU, for instance H100",
     "--image": "kuberay: container image with this repository in /app",
-    "--volume": "kuberay: PersistentVolumeClaim that is mounted at /data",
+    "--volume": "kuberay: PersistentVolumeClaim that is mounted at /data, for a relative trainer.output_dir",
 }
 """Flag beside --launch -> its meaning; each has one argument."""
 _ONLY = {"--gpu-type": ("slurm", "sky"), "--image": ("kuberay",), "--volume": ("kuberay",)}
@@ -33,6 +34,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _IMAGE = re.compile(r"[A-Za-z0-9][\w./:@-]*")
 _SKY_GPUS = ("A100-80GB", "H100", "H200")
 _PORT = 6379
+_VOLUME = "/data"
+"""Where pods mount the volume."""
 
 
 def launch_text(
@@ -66,6 +69,7 @@ def launch_text(
     job = ClusterJob(
         name=_job_name(config.trainer.run_name) or f"rl-{algorithm_label(config)}",
         words=tuple(word for word in words if not word.startswith("ray.address=")),
+        output_dir=config.trainer.output_dir,
         extras=tuple(extras),
         nodes=config.trainer.nnodes,
         gpus=gpus,
@@ -134,12 +138,13 @@ def kuberay(job: ClusterJob) -> str:
     """A RayJob of KubeRay 1.5: `kubectl apply -f FILE`."""
     if not job.image:
         raise ConfigError("--launch kuberay needs --image, a container image with this repository in /app.")
+    outputs = _outputs_of_pods(job)
     limits: dict[str, Any] = {"cpu": job.cpus, **({"nvidia.com/gpu": job.gpus} if job.gpus else {})}
     volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
     mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
     if job.volume:
         volumes.append({"name": "data", "persistentVolumeClaim": {"claimName": job.volume}})
-        mounts.append({"name": "data", "mountPath": "/data"})
+        mounts.append({"name": "data", "mountPath": _VOLUME})
 
     def pods(name: str) -> dict[str, Any]:
         resources = {"limits": dict(limits), "requests": dict(limits)}
@@ -162,7 +167,7 @@ def kuberay(job: ClusterJob) -> str:
         count = job.nodes - 1
         replicas = {"groupName": "workers", "replicas": count, "minReplicas": count, "maxReplicas": count}
         cluster["workerGroupSpecs"] = [{**replicas, **pods("ray-worker")}]
-    command = f"{job.app('$(hostname -i)')} ray.address=auto"
+    command = f"{job.app('$(hostname -i)')} ray.address=auto{outputs}"
     # the shell of the submitter's pod reads the entrypoint; the address is that of the head's pod
     entrypoint = f"sh -c {shlex.quote(command)}" if job.nodes > 1 else command
     spec = {
@@ -176,6 +181,22 @@ def kuberay(job: ClusterJob) -> str:
     described = {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": {"name": job.name}, "spec": spec}
     secret = f'kubectl create secret generic {job.name}-key --from-literal=key="$(openssl rand -hex 32)" && '
     return _yaml(described, f"{secret if job.nodes > 1 else ''}kubectl apply -f FILE")
+
+
+def _outputs_of_pods(job: ClusterJob) -> str:
+    """A word that moves a relative trainer.output_dir to the volume, with a space before it.
+
+    Raises:
+        ConfigError: there is no volume, and the outputs would be deleted with the containers.
+    """
+    if PurePosixPath(job.output_dir).is_absolute():
+        return ""
+    if not job.volume:
+        raise ConfigError(
+            f"trainer.output_dir={job.output_dir} is in the containers of --launch kuberay, which are deleted when the run ends. "
+            "Set --volume to a PersistentVolumeClaim that keeps it, or trainer.output_dir to an absolute path that outlives them."
+        )
+    return " " + shlex.quote(f"trainer.output_dir={PurePosixPath(_VOLUME, job.output_dir)}")
 
 
 def ray_job(job: ClusterJob) -> str:
