@@ -23,14 +23,22 @@ from rl_protocol import ConfigError
 
 JOB_FLAGS: Mapping[str, str] = {
     "--cpus": "CPUs of each host; 8 for each GPU by default",
-    "--time": "time limit as HH:MM:SS; 24:00:00 by default",
+    "--time": "slurm, kuberay: time limit as HH:MM:SS; 24:00:00 by default",
     "--gpu-type": "slurm, sky: type of GPU, for instance H100",
     "--image": "kuberay: container image with this repository in /app",
     "--volume": "kuberay: PersistentVolumeClaim that is mounted at /data, for a relative trainer.output_dir",
 }
 """Flag beside --launch -> its meaning; each has one argument."""
-_ONLY = {"--gpu-type": ("slurm", "sky"), "--image": ("kuberay",), "--volume": ("kuberay",)}
+_ONLY = {
+    "--time": ("slurm", "kuberay"),
+    "--gpu-type": ("slurm", "sky"),
+    "--image": ("kuberay",),
+    "--volume": ("kuberay",),
+}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_CLAIM = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
+_TIME = re.compile(r"(?!0+:00:00)\d{1,4}:[0-5]\d:[0-5]\d")
+"""A limit of 0 is none for SLURM, and an error for Kubernetes."""
 _IMAGE = re.compile(r"[A-Za-z0-9][\w./:@-]*")
 _SKY_GPUS = ("A100-80GB", "H100", "H200")
 _PORT = 6379
@@ -74,10 +82,12 @@ def launch_text(
         nodes=config.trainer.nnodes,
         gpus=gpus,
         cpus=_count("--cpus", flags.get("--cpus", str(8 * max(1, gpus)))),
-        time=_matching("--time", flags.get("--time", "24:00:00"), re.compile(r"\d{1,4}:[0-5]\d:[0-5]\d"), "HH:MM:SS"),
+        time=_matching("--time", flags.get("--time", "24:00:00"), _TIME, "HH:MM:SS above 0"),
         gpu_type=_matching("--gpu-type", flags["--gpu-type"], _NAME, "a name") if "--gpu-type" in flags else "",
         image=_matching("--image", flags["--image"], _IMAGE, "an image") if "--image" in flags else "",
-        volume=_matching("--volume", flags["--volume"], _NAME, "a name") if "--volume" in flags else "",
+        volume=_matching("--volume", flags["--volume"], _CLAIM, "a name in lower case, as Kubernetes has them")
+        if "--volume" in flags
+        else "",
     )
     return KINDS[kind](job)
 
