@@ -119,6 +119,7 @@ def test_the_tests_of_each_package_pass(tmp_path):
         ("reward", "../x", "NAME must be a Python module name"),
         ("reward", "json", "choose one of your own, such as my_json"),
         ("reward", "rl_trainer", "name of another package"),
+        ("reward", "pytest", "NAME=pytest is the name of another package; choose one of your own, such as my_pytest."),
     ],
 )
 def test_what_cannot_be_written_is_refused(kind, name, message, tmp_path):

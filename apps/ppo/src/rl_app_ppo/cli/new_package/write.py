@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 
@@ -116,7 +117,7 @@ def write_package(kind: str, name: str, parent: Path) -> Path:
         parent: folder that gets the new folder.
 
     Raises:
-        ConfigError: an unknown kind, or a name that can't be used.
+        ConfigError: an unknown kind, or a name that can't be used, as that of an installed package.
         OutputError: the folder exists or can't be written.
     """
     if kind not in KINDS:
@@ -138,7 +139,7 @@ def write_package(kind: str, name: str, parent: Path) -> Path:
 def _check_name(name: str) -> None:
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name) or name.endswith("_"):
         raise ConfigError(f"NAME must be a Python module name in lower case, such as my_reward; got {name!r}.")
-    if name in sys.stdlib_module_names or name.startswith("rl_"):
+    if name in sys.stdlib_module_names or name.startswith("rl_") or find_spec(name) is not None:
         raise ConfigError(f"NAME={name} is the name of another package; choose one of your own, such as my_{name}.")
 
 
