@@ -31,7 +31,8 @@ time.sleep(60)" "$(printf '%s\\n' "$@" | sed -n 's/^--port=//p')" ;;
 esac
 exit 99
 """,
-    "srun": 'for word; do case "$word" in --*) shift ;; *) break ;; esac; done\nexec "$@"\n',
+    "srun": 'case "$*" in *--cpus-per-task=[1-9]*) ;; *) exit 9 ;; esac  # a step of one CPU\n'
+    'for word; do case "$word" in --*) shift ;; *) break ;; esac; done\nexec "$@"\n',
     "scontrol": "printf 'a1\\na2\\n'\n",
     "hostname": "echo 127.0.0.1 10.0.0.1\n",
 }

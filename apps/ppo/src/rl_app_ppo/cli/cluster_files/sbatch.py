@@ -42,9 +42,9 @@ mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 ip=$(hostname -I | cut -d ' ' -f 1)
 address=$ip:$((20000 + SLURM_JOB_ID % 20000))
 
-# start HOST COMMAND...: one component of the job, on a host
+# start HOST COMMAND...: one component of the job, on a host; srun does not inherit --cpus-per-task
 start() {{
-  srun --overlap --nodes=1 --ntasks=1 --nodelist="$1" "${{@:2}}" &
+  srun --overlap --nodes=1 --ntasks=1 --cpus-per-task={job.cpus} --nodelist="$1" "${{@:2}}" &
   components+=("$!")
 }}
 
