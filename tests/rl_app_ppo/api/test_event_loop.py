@@ -18,6 +18,7 @@ from polling import until_async
 
 from rl_app_ppo.api import event_loop
 from rl_app_ppo.api.event_loop import interrupts_deferred, run_interruptibly
+from rl_protocol import WorkerDiedError
 
 
 async def double(value: int) -> int:
@@ -135,6 +136,22 @@ except KeyboardInterrupt:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, last), done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_error_after_a_signal_does_not_replace_the_interrupt(number: signal.Signals, caplog):
+    """The run would start again after the death of a process."""
+
+    async def died_meanwhile() -> None:
+        os.kill(os.getpid(), number)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            raise WorkerDiedError("Worker actor died during update_actor.")
+
+    with pytest.raises(KeyboardInterrupt):
+        run_interruptibly(died_meanwhile())
+    assert caplog.messages == ["After the interrupt: Worker actor died during update_actor."]
 
 
 def test_ctrl_c_in_a_notebook_cancels_the_coroutine_and_waits_for_its_clean_up():

@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, TypeVar
 
+from rl_protocol import RLError
+
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -129,12 +131,18 @@ async def _cancelled_by_signals(work: Coroutine[Any, Any, T], interrupted: Calla
     """Cancel the work at the first Ctrl-C, SIGTERM or SIGHUP and ignore later ones.
 
     `uv run` forwards a Ctrl-C that the terminal has already sent to this process; the second one
-    must not interrupt the clean-up, which has deadlines.
+    must not interrupt the clean-up, which has deadlines. An error of the work after a signal is
+    logged: it may be of a process that the same signal has ended, or older than the signal.
+
+    Raises:
+        CancelledError: the work has failed after a signal.
     """
     loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
     handled = [number for number in _SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    ending = asyncio.Event()
 
     def end() -> None:
+        ending.set()
         for number in handled:
             loop.add_signal_handler(number, logger.info, "ending already")
         interrupted()
@@ -142,4 +150,10 @@ async def _cancelled_by_signals(work: Coroutine[Any, Any, T], interrupted: Calla
 
     for number in handled:
         loop.add_signal_handler(number, end)
-    return await task
+    try:
+        return await task
+    except RLError as error:
+        if not ending.is_set():
+            raise
+        logger.warning("After the interrupt: %s", error)
+        raise asyncio.CancelledError from error
