@@ -16,7 +16,7 @@ HANG_S = 0.3
 
 def watch(work, progress=lambda: 0, reports=None):
     async def main():
-        async with Watchdog(HANG_S, progress, lambda: (reports or ["who waits"]).pop()).watching():
+        async with Watchdog(HANG_S, progress, lambda: (["who waits"] if reports is None else reports).pop()).watching():
             return await work()
 
     return asyncio.run(main())
@@ -36,6 +36,12 @@ def test_a_run_in_which_nothing_moves_ends_with_the_report():
         watch(work)
     assert cleaned == [True]
     assert signal.getsignal(INTERRUPT) is before
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_report_that_fails_ends_the_run_all_the_same():
+    with pytest.raises(HangError, match=r"^Nothing has moved for 0\.3 s .*, and the report about it failed\.$"):
+        watch(lambda: asyncio.wait_for(asyncio.Event().wait(), 60), reports=[])
 
 
 def test_progress_keeps_a_run_alive():

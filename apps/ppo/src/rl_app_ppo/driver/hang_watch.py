@@ -13,6 +13,7 @@ from rl_app_ppo.outputs.console import Screen
 from rl_app_ppo.outputs.run_folder import RunFiles, writing
 from rl_app_ppo.watchdog.report import Observed
 from rl_app_ppo.watchdog.watchdog_thread import Watchdog
+from rl_protocol import OutputError
 from rl_protocol.ports import ReplayBuffer
 
 
@@ -27,7 +28,8 @@ async def hang_watch(
 ) -> AsyncGenerator[None]:
     """End the work within if nothing moves for `hang_s` seconds, with a report; 0: never.
 
-    The report is printed and written before the work is cancelled, since that may fail, too.
+    The report is printed and written before the work is cancelled, since that may fail, too. If it
+    can't be written, the run ends all the same.
 
     Args:
         hang_s: seconds without progress.
@@ -56,8 +58,11 @@ async def hang_watch(
     def report() -> str:
         waiting, whole = observed.report(hang_s, loop)
         screen.note(whole)
-        with writing(files.hang):
-            files.hang.write_text(whole + "\n", encoding="utf-8")
+        try:
+            with writing(files.hang):
+                files.hang.write_text(whole + "\n", encoding="utf-8")
+        except OutputError as error:
+            return f"{waiting}\nThe stacks are above; {error}"
         return f"{waiting}\nThe stacks of all processes: {files.hang}"
 
     async with Watchdog(hang_s, observed.progress, report).watching():

@@ -84,11 +84,15 @@ class Watchdog:
                 break
         else:
             return
-        self._found = self._report()
-        loop.call_soon_threadsafe(cancel)
-        if interrupts and not self._cancelled.wait(_GRACE_S):
-            logger.error("The event loop is blocked: its callback is interrupted.")
-            signal.pthread_kill(threading.main_thread().ident or 0, INTERRUPT)
+        found = f"Nothing has moved for {self._hang_s:g} s (trainer.hang_report_s), and the report about it failed."
+        try:
+            found = self._report()
+        finally:  # the run ends without a report, too
+            self._found = found
+            loop.call_soon_threadsafe(cancel)
+            if interrupts and not self._cancelled.wait(_GRACE_S):
+                logger.error("The event loop is blocked: its callback is interrupted.")
+                signal.pthread_kill(threading.main_thread().ident or 0, INTERRUPT)
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         del number, frame
