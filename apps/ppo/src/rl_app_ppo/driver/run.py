@@ -13,6 +13,7 @@ from rl_app_ppo.config.loading import flat_settings, to_yaml
 from rl_app_ppo.config.loss_parts import learns_from_rewards
 from rl_app_ppo.config.placement import rollout_in_actor
 from rl_app_ppo.config.schema import AppConfig
+from rl_app_ppo.driver.earlier_model import EarlierModel
 from rl_app_ppo.driver.hang_watch import hang_watch
 from rl_app_ppo.driver.processes import ProcessPlan, start_processes
 from rl_app_ppo.driver.replicas import Replica, ReplicaSync
@@ -115,6 +116,7 @@ async def run(plan: RunPlan, screen: Screen, startup: Startup) -> Recorder:
             **named_hooks(config.trainer.hooks),
             **_console_hooks(plan, screen),
             "reward failures": RewardFailures(warnings),
+            "the model": EarlierModel(files.checkpoint, config.trainer.total_training_steps),
             "the report": (report := ReportWriter(files, screen.note)),
         }
         stack.push_async_callback(report.close)

@@ -239,13 +239,22 @@ def publish_folder(temporary: Path, final: Path) -> None:
 
     An existing folder of that name is replaced, and deleted last.
     """
-    old = final.with_name(f".old-{final.name}")
     with writing(final):
-        shutil.rmtree(old, ignore_errors=True)
-        if final.exists():
-            os.replace(final, old)  # noqa: PTH105 - as below
+        withdraw_folder(final)
         os.replace(temporary, final)  # noqa: PTH105 - Path.replace would hide that this is the atomic step
-        shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(_withdrawn(final), ignore_errors=True)
+
+
+def withdraw_folder(final: Path) -> None:
+    """Hide a folder, if there is one, until `publish_folder` replaces it."""
+    with writing(final):
+        if final.exists():
+            shutil.rmtree(_withdrawn(final), ignore_errors=True)
+            os.replace(final, _withdrawn(final))  # noqa: PTH105 - see publish_folder
+
+
+def _withdrawn(final: Path) -> Path:
+    return final.with_name(f".old-{final.name}")
 
 
 @dataclass(frozen=True, kw_only=True)
