@@ -201,6 +201,18 @@ def test_the_newest_and_the_best_stay(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000004", "step-000006", "step-000007"]
 
 
+def test_a_damaged_one_that_was_skipped_takes_the_place_of_none(tmp_path):
+    asyncio.run(save(tmp_path, 1, 4, scores=[None, 0.9]))
+    (tmp_path / step_name(4) / "trainer.json").write_text("{")
+    asyncio.run(save(tmp_path, 2, keep=1))
+    asyncio.run(save(tmp_path, 3, keep=1))
+    assert newest_whole(tmp_path)[0].manifest.step == 3
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000003", "step-000004"]
+    asyncio.run(save(tmp_path, 4, keep=1))
+    assert newest_whole(tmp_path)[0].manifest.step == 4
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000004"]
+
+
 @given(
     st.dictionaries(st.integers(0, 20), st.none() | st.floats(-1, 1), max_size=8),
     st.integers(0, 4),

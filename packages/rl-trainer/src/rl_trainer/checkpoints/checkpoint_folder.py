@@ -303,11 +303,16 @@ def superseded(scores: Mapping[int, float | None], keep: int) -> Sequence[int]:
     return [step for step in sorted(scores) if step not in {*sorted(scores)[-keep:], *best}]
 
 
-def prune(checkpoints: Path, keep: int) -> None:
-    """Delete superseded checkpoints. Folders that are no checkpoints are left alone."""
+def prune(checkpoints: Path, keep: int, step: int) -> None:
+    """Delete superseded checkpoints among those up to `step`, the newest one.
+
+    A later one was damaged, and skipped when the run was resumed: it counts for none of those to
+    keep. It is left alone, as folders that are no checkpoints are.
+    """
     manifests = {path: read_manifest(path) for path in checkpoints.glob("step-*") if step_of(path.name) is not None}
-    steps = {found.step: path for path, found in manifests.items() if isinstance(found, Manifest)}
-    scores = {found.step: found.score for found in manifests.values() if isinstance(found, Manifest)}
+    known = {path: found for path, found in manifests.items() if isinstance(found, Manifest) and found.step <= step}
+    steps = {found.step: path for path, found in known.items()}
+    scores = {found.step: found.score for found in known.values()}
     with writing(checkpoints):
-        for step in superseded(scores, keep):
-            remove(steps[step])
+        for old in superseded(scores, keep):
+            remove(steps[old])

@@ -193,7 +193,7 @@ class CheckpointWriter:
             files={**files, **own},
         )
         publish(temporary, self.folder_of(state.step), manifest)
-        prune(self._folder, self._keep)
+        prune(self._folder, self._keep, state.step)
 
 
 async def load(checkpoint: Checkpoint, workers: Workers, timeout_s: float) -> None:
