@@ -23,6 +23,23 @@ def test_the_batches_after_the_checkpoint_are_trained_again(tmp_path, step, afte
     assert [batch.step for batch in found.batches] == steps
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_run_from_a_checkpoint_of_another_is_trained_again_from_it(tmp_path, resumed):
+    save_checkpoints(tmp_path / "other", (2,), to_yaml(load_config([])))
+    origin = tmp_path / "other" / "step-000002"
+    files = keep_run(tmp_path / "run", {3: [3.0], 4: [4.0]}, f"trainer.resume_mode={origin}")
+    if resumed:
+        files.config.write_text(to_yaml(load_config(["trainer.resume_mode=auto", "trainer.run_name=run"])))
+    found = plan(files, 4)
+    assert isinstance(found, TrainAgain)
+    assert found.before is not None
+    assert found.before.folder == origin
+    assert [batch.step for batch in found.batches] == [3, 4]
+    (origin / "trainer.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"has started from .*step-000002 .*, which can't be used: trainer\.json has"):
+        plan(files, 4)
+
+
 def test_steps_that_are_not_kept_are_named(tmp_path):
     files = keep_run(tmp_path, {1: [1.0], 3: [3.0]})
     assert plan(files, 3) == [2]

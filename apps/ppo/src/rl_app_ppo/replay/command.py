@@ -19,10 +19,9 @@ from rl_app_ppo.replay.against import against
 from rl_app_ppo.replay.generate_again import generate_again
 from rl_app_ppo.replay.outcome import Outcome, steps_of
 from rl_app_ppo.replay.rows import Decode, row_values, rows_text
-from rl_app_ppo.replay.train_again import TrainAgain, kept_config, plan, train_again
+from rl_app_ppo.replay.train_again import TrainAgain, checkpoint_before, kept_config, plan, train_again
 from rl_ckpt_engine import PluginPolicy
 from rl_protocol import ConfigError
-from rl_trainer.checkpoints.checkpoint_folder import newest_whole
 from rl_trainer.checkpoints.kept_batches import columns_of, kept_steps, read_batch
 
 
@@ -85,8 +84,7 @@ def _again(files: RunFiles, config: AppConfig, step: int, plugins: PluginPolicy,
             "before it, and with trainer.deterministic=false they can't be generated again bit by bit. Set trainer.keep_batches=-1, or at "
             "least to trainer.save_freq, in a run to be replayed."
         )
-    before, _ = newest_whole(files.checkpoints, before=step)
-    return generate_again(files, config, before, step, plugins, progress)
+    return generate_again(files, config, checkpoint_before(files, step), step, plugins, progress)
 
 
 def _print_rows(files: RunFiles, options: ReplayOptions, out: Console) -> None:

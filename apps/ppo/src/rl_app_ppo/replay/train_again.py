@@ -25,7 +25,7 @@ from rl_app_ppo.replay.outcome import Outcome, steps_of
 from rl_ckpt_engine import PluginPolicy
 from rl_protocol import ConfigError
 from rl_protocol.support.temporary_folders import temporary_folder
-from rl_trainer.checkpoints.checkpoint_folder import CONFIG, Checkpoint, newest_whole, step_name
+from rl_trainer.checkpoints.checkpoint_folder import CONFIG, Checkpoint, inspect, newest_whole, step_name
 from rl_trainer.checkpoints.kept_batches import KeptBatch, kept_steps, read_batch
 from rl_trainer.driver.updates.batch_files import Retrained
 
@@ -48,7 +48,7 @@ def plan(files: RunFiles, step: int) -> TrainAgain | Sequence[int]:
     Raises:
         ConfigError: a batch is damaged, or a setting has changed between the steps.
     """
-    before, _ = newest_whole(files.checkpoints, before=step)
+    before = checkpoint_before(files, step)
     wanted = range((before.manifest.step if before is not None else 0) + 1, step + 1)
     if missing := sorted(set(wanted).difference(kept_steps(files.batches))):
         return missing
@@ -63,6 +63,29 @@ def plan(files: RunFiles, step: int) -> TrainAgain | Sequence[int]:
                 f"{own[changed[0]]!r} in step {step}. Set trainer.save_freq so that there is a checkpoint between the two."
             )
     return TrainAgain(config=config, before=before, batches=batches)
+
+
+def checkpoint_before(files: RunFiles, step: int) -> Checkpoint | None:
+    """The newest whole checkpoint before a step; where the run has none, the one that it has
+    started from; None: the beginning.
+
+    A run that was resumed has only said in its first batch where it has started from.
+
+    Raises:
+        ConfigError: the run has started from a checkpoint that is not whole any more.
+    """
+    found, _ = newest_whole(files.checkpoints, before=step)
+    configs = [files.config, *(files.batches / step_name(one) / CONFIG for one in kept_steps(files.batches)[:1])]
+    modes = [read_config(path).trainer.resume_mode for path in configs]
+    origin = next((mode for mode in modes if mode not in ("auto", "disable")), None)
+    if found is not None or origin is None:
+        return found
+    given = inspect(Path(origin).expanduser().resolve())
+    if isinstance(given, str):
+        raise ConfigError(
+            f"The run {files.folder} has started from {origin} (trainer.resume_mode), which can't be used: {given}."
+        )
+    return given
 
 
 def kept_config(files: RunFiles, step: int) -> AppConfig:
