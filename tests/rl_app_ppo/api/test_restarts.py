@@ -8,7 +8,7 @@ from rl_app_ppo.api.restarts import with_restarts
 from rl_app_ppo.config.restart import RestartConfig
 from rl_app_ppo.driver.restart_policy import RestartLimitError, RestartPolicy
 from rl_app_ppo.worker.rank_connections import RankConnectionError
-from rl_protocol import ConfigError, HangError, RewardError, WorkerDiedError, WorkerError
+from rl_protocol import ConfigError, HangError, OutputError, RewardError, WorkerDiedError, WorkerError
 
 DIED = WorkerDiedError("Worker actor died during update_actor: it was killed.")
 
@@ -87,10 +87,22 @@ def test_what_would_happen_again_ends_the_run(error):
     assert caught.value is error
 
 
-def test_a_run_that_can_not_start_again_fails_and_is_not_refused():
-    """The exit code is that of a failed run: the configuration was right when it began."""
-    error, _ = outcome(DIED, ConfigError("trainer.nnodes=2 needs 2 hosts; the cluster has 1."))
+@pytest.mark.parametrize(
+    "why",
+    [
+        ConfigError("trainer.nnodes=2 needs 2 hosts; the cluster has 1."),
+        OutputError("What the run puts out can't be written to metrics.jsonl: No space left on device."),
+    ],
+)
+def test_a_run_that_was_started_again_fails_and_is_not_refused(why):
+    """The exit code is that of a failed run: the configuration was right when it began.
+
+    The disk may be full long after the run has started again.
+    """
+    error, _ = outcome(DIED, why)
     assert isinstance(error, RestartLimitError)
-    assert not isinstance(error, ConfigError)
-    assert "can't start again: trainer.nnodes=2 needs 2 hosts" in str(error)
-    assert "Worker actor died" in str(error)
+    assert not isinstance(error, ConfigError | OutputError)
+    assert str(error) == (
+        f"{why} The run was started again before: a process of the run has died, so the run starts again (restart 1 of at most 2 an hour, "
+        "in 0.5 s): Worker actor died during update_actor: it was killed."
+    )

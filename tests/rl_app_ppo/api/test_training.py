@@ -231,7 +231,9 @@ def test_a_run_whose_process_dies_before_a_checkpoint_starts_over_and_loses_no_f
 
 def test_a_run_that_is_refused_when_it_starts_again_keeps_its_folder(launch, tmp_path):
     (tmp_path / "out").mkdir()
-    with pytest.raises(WorkerDiedError, match=r"can't start again: trainer.nnodes=2 needs 2 hosts.*Worker actor died"):
+    with pytest.raises(
+        WorkerDiedError, match=r"^trainer.nnodes=2 needs 2 hosts. The run was started again before: .*Worker actor died"
+    ):
         launch([DIED, ConfigError("trainer.nnodes=2 needs 2 hosts.")], "restart.backoff_s=0")
     assert (tmp_path / "out" / "a" / "attempts" / "1" / "config.yaml").exists()
 

@@ -42,7 +42,8 @@ def with_restarts(attempt: Attempt[T], policy: RestartPolicy, say: Callable[[str
 
     Raises:
         RestartLimitError: the run was started again as often as the policy allows, a rollout worker
-            was, or the run can't start again, as when too few hosts are left.
+            was, or an attempt after a death is refused, as when too few hosts are left, or can't
+            write its files.
         RLError: of an attempt.
     """
     death: Death | None = None
@@ -57,7 +58,7 @@ def with_restarts(attempt: Attempt[T], policy: RestartPolicy, say: Callable[[str
         except (ConfigError, OutputError) as error:
             if death is None:
                 raise
-            raise RestartLimitError(f"The run can't start again: {error.message} Before that, {death.note}") from error
+            raise RestartLimitError(f"{error.message} The run was started again before: {death.note}") from error
 
 
 def _next(policy: RestartPolicy, error: WorkerDiedError | RankConnectionError) -> Restart:
