@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from rl_app_ppo.outputs.answers import Answer, one_line, read_answers
+from rl_app_ppo.outputs.answers import Answer, drop_samples_after, one_line, read_answers
 from rl_app_ppo.outputs.console import Screen
 from rl_trainer.rewards.scorer import Failure, Scored
 from rl_trainer.workers.sample_log import SampleRow
@@ -73,6 +73,18 @@ def test_there_is_nothing_to_show_without_a_common_prompt(tmp_path, after):
     assert read_answers(tmp_path) is None
     write(tmp_path, "3", after)
     assert read_answers(tmp_path) is None
+
+
+def test_a_resumed_run_shows_no_answers_of_steps_that_it_has_not_reached(tmp_path):
+    """As one that was killed after step 15, and resumes after step 10 with 12 steps in all."""
+    for step in (0, 10, 15):
+        write(tmp_path, str(step), [row(step, 4, f"r{step}", scored(1.0))])
+    write(tmp_path, "notes", [])
+    drop_samples_after(tmp_path, 10)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.jsonl", "10.jsonl", "notes.jsonl"]
+    write(tmp_path, "12", [row(12, 4, "r12", scored(1.0))])
+    assert read_answers(tmp_path).steps == (0, 12)
+    drop_samples_after(tmp_path / "none", 0)
 
 
 def test_texts_are_one_line_without_control_characters_and_no_markup(tmp_path):

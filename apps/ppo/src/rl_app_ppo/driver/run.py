@@ -22,6 +22,7 @@ from rl_app_ppo.driver.restart_policy import RestartPolicy
 from rl_app_ppo.driver.weight_sync import OnStep, make_sync, measured
 from rl_app_ppo.driver.workers import WorkerPool
 from rl_app_ppo.inputs.data import about_validation, open_data, sessions_of, train_order
+from rl_app_ppo.outputs.answers import drop_samples_after
 from rl_app_ppo.outputs.console import LossNotes, OldLogProbNotes, Screen
 from rl_app_ppo.outputs.metric_sinks import CONSOLE, logger_names, open_sinks
 from rl_app_ppo.outputs.metrics_file import JSONLSink, kept_metrics
@@ -102,6 +103,7 @@ async def run(plan: RunPlan, screen: Screen, startup: Startup) -> Recorder:
         plane, buffers = await _connect_plane(config, local_plane, stack)
         last_step = plan.last_step
         drop_after(files.batches, last_step or 0)
+        drop_samples_after(files.samples, last_step or 0)
         for line in kept_metrics(files.metrics, -1 if last_step is None else last_step):
             recorder.remember(int(line["step"]), line)
         facts = RunFacts(folder=files.folder, config=flat_settings(to_yaml(config)), after=last_step)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from rl_app_ppo.outputs.run_folder import writing
 from rl_protocol import RowKey
 from rl_trainer.rewards.scorer import Scored
 from rl_trainer.workers.sample_log import SampleRow
@@ -54,7 +55,7 @@ def read_answers(samples: Path) -> Answers | None:
         OSError: a file can't be read.
         msgspec.DecodeError: a file does not hold samples.
     """
-    steps = sorted(int(path.stem) for path in samples.glob("*.jsonl") if path.stem.isdecimal())
+    steps = sorted(_files_by_step(samples))
     if len(steps) < 2:
         return None
     first, last = (_first_responses(samples / f"{step}.jsonl") for step in (steps[0], steps[-1]))
@@ -66,6 +67,22 @@ def read_answers(samples: Path) -> Answers | None:
     if not rows:
         return None
     return Answers((steps[0], steps[-1]), tuple(rows), next(iter(last.values())).note)
+
+
+def drop_samples_after(samples: Path, step: int) -> None:
+    """Remove the samples of later steps, which a resumed run repeats, or does not reach.
+
+    Raises:
+        OutputError: the folder can't be written.
+    """
+    with writing(samples):
+        for found, path in _files_by_step(samples).items():
+            if found > step:
+                path.unlink()
+
+
+def _files_by_step(samples: Path) -> dict[int, Path]:
+    return {int(path.stem): path for path in samples.glob("*.jsonl") if path.stem.isdecimal()}
 
 
 def one_line(text: str, length: int) -> str:
