@@ -135,6 +135,7 @@ def test_a_run_keeps_others_out_of_its_folder_and_removes_what_a_killed_one_left
         return process
 
     first = holder()
+    (tmp_path / ".report.html.7").touch()
     half = [tmp_path / ".checkpoint", tmp_path / "checkpoints" / ".saving-step-000004"]
     whole = [tmp_path / "checkpoint", tmp_path / "checkpoints" / "step-000002"]
     for folder in (*half, *whole):
@@ -147,6 +148,7 @@ def test_a_run_keeps_others_out_of_its_folder_and_removes_what_a_killed_one_left
     first.communicate()
     with occupied(tmp_path):
         assert [folder.exists() for folder in (*half, *whole)] == [False, False, True, True]
+        assert not (tmp_path / ".report.html.7").exists()
     with occupied(tmp_path):
         pass
 

@@ -14,6 +14,7 @@ import webbrowser
 import msgspec
 import numpy as np
 import pytest
+from forked import in_a_fork
 from hostile_run import HOSTILE, write_run
 from typer.testing import CliRunner
 
@@ -172,6 +173,22 @@ def test_a_target_that_is_no_file_in_a_folder_is_refused(tmp_path, target):
     done = CliRunner().invoke(rl.app, ["report", str(run), "--out", str(tmp_path / target)])
     assert done.exit_code == 2
     assert f"--out {tmp_path / target} must be a file in a folder that exists" in done.output.replace("\n", " ")
+
+
+def test_a_run_and_the_command_write_the_report_at_once(tmp_path, monkeypatch):
+    run, said = write_run(tmp_path / "a"), []
+    target, replace = run / "report.html", os.replace
+
+    def replace_second(unfinished, final):
+        monkeypatch.setattr(os, "replace", replace)
+        said.append(in_a_fork(lambda: write_report([run], target)))
+        replace(unfinished, final)
+
+    monkeypatch.setattr(os, "replace", replace_second)
+    size = write_report([run], target)
+    assert said == [str(size)]
+    assert len(target.read_bytes()) == size
+    assert not list(run.glob(".*"))
 
 
 def test_a_report_replaces_reports_alone(tmp_path):

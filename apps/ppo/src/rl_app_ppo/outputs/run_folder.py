@@ -36,6 +36,8 @@ RECORD = "record"
 """Name of the folder of what a run records."""
 UNPUBLISHED = ".checkpoint"
 """Name of the folder that the final model is written to before it is renamed."""
+REPORT = "report.html"
+"""Name of the report."""
 _PROBE = ".probe"
 JOURNAL = "journal"
 """Name of the folder of the data plane's journal."""
@@ -47,7 +49,7 @@ _MOST_RUNS = 3
 ATTEMPTS = "attempts"
 """Name of the folder for the files of attempts that ended before a checkpoint."""
 _OF_START = frozenset(
-    {_PROBE, ATTEMPTS, RECORD, "config.yaml", "curve.png", "logs", "metrics.jsonl", "report.html", "tensorboard"}
+    {_PROBE, ATTEMPTS, RECORD, "config.yaml", "curve.png", "logs", "metrics.jsonl", REPORT, "tensorboard"}
 )
 """Files and folders that a run may have before its first step."""
 
@@ -184,7 +186,8 @@ def remove_partial(folder: Path) -> None:
     """
     with writing(folder):
         shutil.rmtree(folder / UNPUBLISHED, ignore_errors=True)
-        (folder / _PROBE).unlink(missing_ok=True)
+        for path in (folder / _PROBE, *folder.glob(f".{REPORT}.*")):
+            path.unlink(missing_ok=True)
         sweep(folder / CHECKPOINTS)
 
 
@@ -308,7 +311,7 @@ class RunFiles:
 
     @property
     def report(self) -> Path:
-        return self.folder / "report.html"
+        return self.folder / REPORT
 
     @property
     def journal(self) -> Path:

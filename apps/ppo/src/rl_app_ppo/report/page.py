@@ -46,7 +46,7 @@ def write_report(folders: Sequence[Path], target: Path) -> int:
     """
     page = report_page([RunData.read(folder) for folder in folders])
     with writing(target):
-        unfinished = target.with_name(f".{target.name}")
+        unfinished = target.with_name(f".{target.name}.{os.getpid()}")  # a run and `rl report` may write at once
         try:
             unfinished.write_bytes(page)
             os.replace(unfinished, target)  # noqa: PTH105 - see publish_folder
