@@ -9,7 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from app_runs import processes_of, started
+from app_runs import marked, name_of, processes_of, started
 from polling import until
 
 STEPS, SAVE_FREQ = 48, 4
@@ -57,3 +57,30 @@ def test_a_killed_actor_and_a_stopped_rollout_worker_cost_no_step(tmp_path, base
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [one["step"] for one in metrics if one["step"]] == list(range(1, STEPS + 1))
     assert (folder / "checkpoint" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_a_run_whose_gcs_server_dies_starts_again_before_ray_ends_the_driver(tmp_path, base_model, mark):
+    folder = tmp_path / "run"
+    run = started(
+        mark,
+        folder,
+        f"model.path={base_model}",
+        *("trainer.total_training_steps=100000", "trainer.save_freq=1", "trainer.test_freq=0"),
+        *("data.val_size=16", "data.train_batch_size=8", "actor.ppo_mini_batch_size=8", "actor.use_kl_loss=false"),
+        *("rollout.num_workers=1", "placement=separate", "restart.backoff_s=0.1"),
+        lines=3,
+    )
+    try:
+        (gcs,) = [process for process in marked(mark) if name_of(process) == "gcs_server"]
+        gcs.kill()
+        until(lambda: len(processes_of(folder, "actor")) == 2, "a second actor", 200.0)
+        before = lines(folder)
+        until(lambda: lines(folder) > before, "a step after the restart", 200.0)
+        os.killpg(run.pid, signal.SIGINT)
+        out, err = run.communicate(timeout=300)
+    finally:
+        run.kill()
+    assert run.returncode == 130, (out, err)
+    assert f"in 0.1 s): The GCS server of Ray (process {gcs.pid}) was killed by SIGKILL" in out
+    assert "resumes after step " in out

@@ -14,7 +14,7 @@ import pytest
 
 from rl_app_ppo.cluster.heartbeats import OtherHost, Watched
 from rl_app_ppo.cluster.hung_processes import HungProcesses
-from rl_app_ppo.cluster.lost_processes import fate, named_losses, named_remote_losses, unless_ended
+from rl_app_ppo.cluster.lost_processes import ended_with, fate, named_losses, named_remote_losses, unless_ended
 from rl_app_ppo.driver.restart_policy import RestartLimitError
 from rl_protocol import ConfigError, HangError, PlaneTimeout, RLError, WorkerDiedError, WorkerError
 from rl_protocol.support.host.portable import uses_linux
@@ -212,3 +212,37 @@ def test_an_answer_of_a_process_that_is_stopped_for_a_while_is_waited_for(child)
         return await unless_ended(answer, {child.pid: "The raylet"}, "It can't start")
 
     assert asyncio.run(work()) == 5
+
+
+def test_work_ends_with_a_process_that_it_can_not_do_without(child):
+    cleaned = []
+
+    async def work():
+        async with ended_with({child.pid: "The GCS server of Ray", os.getpid(): "This one"}):
+            child.kill()
+            try:
+                await asyncio.wait_for(asyncio.Event().wait(), 60)
+            finally:
+                await asyncio.sleep(0)
+                cleaned.append(True)
+
+    with pytest.raises(WorkerDiedError, match=rf"^The GCS server of Ray \(process {child.pid}\) {KILLED}\.$"):
+        asyncio.run(work())
+    assert cleaned == [True]
+
+
+@pytest.mark.parametrize("error", [RLError("no"), asyncio.CancelledError(), ValueError("no")])
+def test_other_ends_of_such_work_stay_what_they_are(child, error):
+    async def work():
+        async with ended_with({child.pid: "The GCS server of Ray"}):
+            raise error
+
+    async def main():
+        with pytest.raises(type(error)) as raised:
+            await work()
+        assert raised.value is error
+        async with ended_with({child.pid: "The GCS server of Ray"}):
+            pass
+        assert await asyncio.wait_for(asyncio.sleep(0, "goes on"), 60) == "goes on"
+
+    asyncio.run(main())

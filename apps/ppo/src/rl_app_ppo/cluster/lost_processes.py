@@ -26,7 +26,8 @@ _PAUSE_S = 1e-3
 NOTICE_S = 30.0
 """Longer than Ray needs to notice that a host is lost."""
 
-RAY_SERVERS = {"gcs_server": "The GCS server of Ray", "raylet": "The raylet of Ray"}
+GCS_SERVER = "The GCS server of Ray"
+RAY_SERVERS = {"gcs_server": GCS_SERVER, "raylet": "The raylet of Ray"}
 """Command -> description of the processes that ray.init starts."""
 
 
@@ -126,6 +127,37 @@ async def unless_ended(answer: Awaitable[T], processes: Mapping[int, str], what:
         return await waiting
     finally:
         waiting.cancel()
+
+
+@asynccontextmanager
+async def ended_with(processes: Mapping[int, str]) -> AsyncGenerator[None]:
+    """End the work within once one of these processes has ended.
+
+    Args:
+        processes: process id -> description, of processes of this host.
+
+    Raises:
+        WorkerDiedError: one of them has ended; names it.
+    """
+    task, ended = asyncio.current_task(), list[str]()
+    assert task is not None, "the driver runs in a task"
+
+    async def watch() -> None:
+        while not ended:
+            await asyncio.sleep(_LOOK_S)
+            ended.extend(f"{name} (process {pid}) {how}." for pid, name in processes.items() if (how := end_of(pid)))
+        task.cancel()
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not ended:
+            raise
+        task.uncancel()
+        raise WorkerDiedError(" ".join(ended)) from None
+    finally:
+        watching.cancel()
 
 
 def fate(pid: int) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from rl_app_ppo.cluster.heartbeats import Watched
 from rl_app_ppo.cluster.host_processes import HostProcesses
 from rl_app_ppo.cluster.local.fork_server import ForkServer
-from rl_app_ppo.cluster.lost_processes import named_losses, ray_servers
+from rl_app_ppo.cluster.lost_processes import GCS_SERVER, ended_with, named_losses, ray_servers
 from rl_app_ppo.cluster.ray_session import ray_session
 from rl_app_ppo.config.hosts import units_join
 from rl_app_ppo.config.model_path import given_model
@@ -80,6 +80,9 @@ async def start_processes(plan: ProcessPlan, stack: AsyncExitStack, screen: Scre
     servers = _plane_servers(plane, plan.config) | of_ray
     pool = WorkerPool(plan.config, plan.files)
     stack.enter_context(named_losses(lambda: servers, pool.hung))
+    # the run goes on without it, and Ray ends this process a minute later
+    gcs = {pid: what for pid, what in of_ray.items() if what == GCS_SERVER}
+    await stack.enter_async_context(ended_with(gcs))
     await pool.require_resources(screen.note)
     stack.enter_context(closing(pool))
     pool.start()
