@@ -62,6 +62,27 @@ def test_tools_are_described_as_transformers_has_them_described(tmp_path, severa
 
 
 @pytest.mark.parametrize(
+    "template",
+    [
+        "{{ tools | tojson(separators=(',', ':')) }}",  # Kimi K2
+        "{{ tools | tojson(sort_keys=true, indent=2) }}",
+        "{{ messages | tojson(true) }}",
+        "{% for m in messages %}\n{% generation %}\n{{ m.content }}\n{% endgeneration %}\n{% endfor %}\nend",
+    ],
+)
+def test_what_transformers_adds_to_jinja_is_there(template):
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters())
+    conversation = [{"role": "user", "content": "é < 2"}]
+    expected = tokenizer.apply_chat_template(
+        conversation, chat_template=template, tools=list(TOOLS), tokenize=False, add_generation_prompt=True
+    )
+    tools = TOOLS if "tools" in template else ()
+    assert (
+        PromptEncoder(characters(), template, tools=tools).text(parse_row(row(prompt=conversation)).prompt) == expected
+    )
+
+
+@pytest.mark.parametrize(
     ("template", "why"), [("", "tokenizer has no chat template"), (TEMPLATE, "does not use tools")]
 )
 def test_tools_that_no_template_describes_are_refused(template, why):

@@ -24,7 +24,7 @@ from rl_trainer.data.prompt_rows import PromptRow
 
 logger = logging.getLogger(__name__)
 _UNFINISHED = ".unfinished-"
-FORMAT = 9
+FORMAT = 10
 """Version of the preparation; increase it when equal files and settings give another result."""
 _READERS = {".csv": "from_csv", ".json": "from_json"}
 """Other kinds of files, and the method of `datasets.Dataset` that reads them."""

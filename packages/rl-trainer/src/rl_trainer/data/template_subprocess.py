@@ -28,8 +28,9 @@ from typing import IO, Any, BinaryIO, NoReturn
 
 import msgspec
 from jinja2 import Template, TemplateError
-from jinja2.ext import loopcontrols
-from jinja2.nodes import Name
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Name, Scope
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rl_protocol.support.host.this_process import end_with_parent, limit_memory
@@ -235,16 +236,35 @@ def _write(pipe: IO[bytes], payload: bytes) -> None:
     pipe.write(_LENGTH.pack(len(payload)) + payload)
 
 
+class _Generation(Extension):
+    """`{% generation %}..{% endgeneration %}`, which marks what the assistant wrote, for others."""
+
+    tags = {"generation"}  # noqa: RUF012 - as in its base class
+
+    def parse(self, parser: Parser) -> Scope:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return Scope(body, lineno=line)
+
+
 def _environment() -> Any:
     """The environment that transformers uses: sandboxed, blocks trimmed."""
-    environment: Any = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment: Any = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
     environment.filters["tojson"] = _to_json
     environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
     return environment
 
 
-def _to_json(value: object, indent: int | None = None, ensure_ascii: bool = False) -> str:
-    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _refuse(message: str) -> NoReturn:
