@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 
 from rl_trainer.rollout.agents.dialects.base import Answer, Call, Malformed, arguments_of
 
-_START = re.compile(r"(?:commentary|analysis|assistant)\s*to=functions\.")
-_CALL = re.compile(
-    r"(?P<name>[\w-]+)(?:<\|channel\|>commentary)?\s*(?:<\|constrain\|>)?(?:json)?\s*(?:<\|message\|>)?\s*(?P<arguments>\{.*)",
-    re.DOTALL,
-)
+_START = re.compile(r"(?:^|assistant|(?P<channel>commentary|analysis))\s*to=functions\.")
+_ARGUMENTS = r"\s*(?:<\|constrain\|>)?(?:json)?\s*(?:<\|message\|>)?\s*(?P<arguments>\{.*)"
+_CALL = re.compile(r"(?P<name>[\w-]+)" + _ARGUMENTS, re.DOTALL)
+_BEFORE_CHANNEL = re.compile(r"(?P<name>[\w-]+?)(?:<\|channel\|>)?commentary" + _ARGUMENTS, re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class GptOss:
     """`<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{..}<|call|>`: one call,
-    which ends the turn. Channels of thoughts may come before.
+    which ends the turn. Channels of thoughts may come before. `to=functions.NAME` may also stand
+    before the channel, at the beginning of the turn: its `<|start|>assistant` is in the prompt.
 
     The marks are special tokens, which decoding leaves out, so a call is also found without them.
 
@@ -34,7 +34,9 @@ class GptOss:
         starts = list(_START.finditer(text))
         if not starts:
             return []
-        found = _CALL.match(text, starts[-1].end())
+        start = starts[-1]
+        before_channel = None if start["channel"] else _BEFORE_CHANNEL.match(text, start.end())
+        found = before_channel or _CALL.match(text, start.end())
         if found is None:
             return [Malformed("a call is commentary to=functions.NAME <|constrain|>json<|message|>{..}<|call|>")]
         call = arguments_of(found["name"], found["arguments"].removesuffix("<|call|>"))
