@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,7 +17,7 @@ from rl_trainer.rewards import (
     load_reward,
 )
 from rl_trainer.rewards.functions import run
-from rl_trainer.rewards.scorer import outcome_of
+from rl_trainer.rewards.scorer import Outcome, failure_of, outcome_of
 
 
 def test_a_number_or_a_mapping_is_a_score():
@@ -22,6 +25,16 @@ def test_a_number_or_a_mapping_is_a_score():
     assert outcome_of({"score": 0.5, "acc": 1, "pred": "7"}) == Scored(
         numbers={"acc": 1.0, "score": 0.5}, texts={"pred": "7"}
     )
+
+
+def test_texts_that_a_response_has_broken_can_be_sent_on():
+    """A function may parse a response such as `{"answer": "\\ud83d"}`."""
+    broken = json.loads(r'"7 \ud83d"')
+    found = outcome_of({"score": 1.0, "pred": broken})
+    assert found == Scored(numbers={"acc": 1.0, "score": 1.0}, texts={"pred": "7 ?"})
+    failure = failure_of(ValueError(broken))
+    assert failure.message == "raised ValueError: 7 ?"
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode([found, failure]), type=list[Outcome]) == [found, failure]
 
 
 @pytest.mark.parametrize(

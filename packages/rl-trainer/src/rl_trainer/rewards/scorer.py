@@ -98,13 +98,14 @@ def outcome_of(returned: object) -> Outcome:
     for name, got in named.items():
         value = got.item() if getattr(got, "ndim", None) == 0 else got  # numpy's scalars and torch's
         if isinstance(value, str) and name not in ("score", "acc"):
-            texts[name] = value[:_LONGEST]
+            texts[name] = _as_utf8(value[:_LONGEST])
         elif isinstance(value, bool | int | float | np.number | np.bool_) and abs(value) <= _LARGEST:
             numbers[name] = float(value)
         else:
             what = "" if name == "score" else f" as {name!r}"
             limit = " of at most 3.4e38 (float32)" if isinstance(value, int | float) and math.isfinite(value) else ""
-            return Failure(kind="no_number", message=f"returned {got!r}{what}; it must return a finite number{limit}")
+            message = f"returned {got!r}{what}; it must return a finite number{limit}"
+            return Failure(kind="no_number", message=_as_utf8(message))
     if "score" not in numbers:
         return Failure(kind="no_number", message=f"returned no 'score' but {sorted(named)}")
     return Scored(numbers={"acc": numbers["score"], **numbers}, texts=texts)
@@ -113,7 +114,14 @@ def outcome_of(returned: object) -> Outcome:
 def failure_of(error: BaseException) -> Failure:
     """The failure for an exception of a reward function; call it in the except block."""
     message = f"raised {type(error).__name__}: {error}"[:_LONGEST]
-    return Failure(kind="exception", message=message, where=_where(error))
+    return Failure(kind="exception", message=_as_utf8(message), where=_where(error))
+
+
+def _as_utf8(text: str) -> str:
+    """The text with a ? for each lone surrogate, which a function may have read from an escape in a
+    response, and no message between processes can hold.
+    """
+    return text.encode("utf-8", "replace").decode()
 
 
 def _where(error: BaseException) -> str:
