@@ -64,6 +64,24 @@ def test_a_result_that_is_no_number_names_the_line_of_the_function():
     )
 
 
+class Odd:
+    @property
+    def ndim(self):
+        raise RuntimeError("no shape")
+
+
+def test_odd_results_of_a_batch_fail_alone():
+    returned = [10**400, {1: 2.0, "score": 1.0}, {1: 2.0, "a": 3.0}, Odd(), 1.0]
+    found = run(lambda data_sources, *_: returned, samples(*"abcde"), 60.0)
+    assert [one.message.rpartition("; ")[2] for one in found if isinstance(one, Failure)] == [
+        "it must return a finite number of at most 3.4e38 (float32)",
+        "names must be texts",
+        "names must be texts",
+        "raised RuntimeError: no shape",
+    ]
+    assert found[-1] == Scored(numbers={"acc": 1.0, "score": 1.0})
+
+
 def test_a_number_that_float32_does_not_hold_is_none():
     assert outcome_of(3e38) == Scored(numbers={"acc": 3e38, "score": 3e38})
     for value in (1e300, -4e38, 10**300):

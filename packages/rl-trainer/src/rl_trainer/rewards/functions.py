@@ -103,7 +103,15 @@ def _run_batch(function: Callable[..., Sequence[Any]], samples: Sequence[Sample]
     if len(returned) != len(samples):
         message = f"returned {len(returned)} results for {len(samples)} responses"
         return [Failure(kind="no_number", message=message)] * len(samples)
-    return [outcome_of(one) for one in returned]
+    return [_read(one) for one in returned]
+
+
+def _read(returned: object) -> Outcome:
+    """The outcome of one result of a batch; its own methods may raise."""
+    try:
+        return outcome_of(returned)
+    except Exception as error:  # noqa: BLE001 - as above
+        return failure_of(error)
 
 
 def timed_out(timeout_s: float, parameter: str = "ScorerPool.timeout_s") -> Failure:

@@ -96,6 +96,8 @@ def outcome_of(returned: object) -> Outcome:
     numbers: dict[str, float] = {}
     texts: dict[str, str] = {}
     for name, got in named.items():
+        if not isinstance(cast(object, name), str):
+            return Failure(kind="no_number", message=f"returned a result named {name!r}; names must be texts")
         value = got.item() if getattr(got, "ndim", None) == 0 else got  # numpy's scalars and torch's
         if isinstance(value, str) and name not in ("score", "acc"):
             texts[name] = _as_utf8(value[:_LONGEST])
@@ -103,7 +105,8 @@ def outcome_of(returned: object) -> Outcome:
             numbers[name] = float(value)
         else:
             what = "" if name == "score" else f" as {name!r}"
-            limit = " of at most 3.4e38 (float32)" if isinstance(value, int | float) and math.isfinite(value) else ""
+            finite = isinstance(value, int | float) and abs(value) < math.inf
+            limit = " of at most 3.4e38 (float32)" if finite else ""
             message = f"returned {got!r}{what}; it must return a finite number{limit}"
             return Failure(kind="no_number", message=_as_utf8(message))
     if "score" not in numbers:
