@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 
 import numpy as np
@@ -54,6 +55,13 @@ def test_coroutines_are_scored_at_once_in_the_loop_of_the_caller():
     assert isinstance(other, Failure)
     assert (other.kind, other.message) == ("exception", "raised ValueError: could not convert string to float: 'two'")
     assert other.where.startswith(__file__)
+
+
+def test_a_partial_of_a_coroutine_function_is_awaited():
+    async def score(scale, data_source, solution_str, ground_truth, extra_info=None):
+        return scale * float(solution_str)
+
+    assert run(functools.partial(score, 2.0), samples("1.5"), 60.0) == [Scored(numbers={"acc": 3.0, "score": 3.0})]
 
 
 def test_a_result_that_is_no_number_names_the_line_of_the_function():

@@ -30,8 +30,7 @@ def form_of(function: Callable[..., Any]) -> Form:
     """
     if not callable(function):
         raise ConfigError(f"A reward function must be callable; got {type(function).__name__}.")
-    call = function if inspect.isroutine(function) else type(function).__call__
-    if inspect.iscoroutinefunction(call):
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
         return "async"
     names = list(inspect.signature(function).parameters)
     return "batch" if names[:1] == ["data_sources"] else "single"
