@@ -76,6 +76,8 @@ def test_a_score_is_the_last_match_on_the_scale(answer, score):
         ('{"form": 5}', {"score_field": "score"}, r"has no number 'score' \(score_field\)"),
         ('{"score": true}', {"score_field": "score"}, "has no number 'score'"),
         ('{"score": 5, "form": 12}', {"score_field": "score"}, "has form 12, which is not in"),
+        ('{"score": -1' + "0" * 400 + "}", {"score_field": "score"}, "has score -inf, which is not in"),
+        ("Rated 5", {"score_pattern": r"Score: (\d+)|Rated \d+"}, "has no match of score_pattern"),
         ("[" * 100_000, {"score_field": "score"}, "has no JSON object"),
         ("{" * 100_000 + "}", {"score_field": "score"}, "has no JSON object"),
     ],

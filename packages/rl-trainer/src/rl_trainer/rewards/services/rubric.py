@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -59,7 +60,7 @@ def verdict(answer: str, judge: JudgeConfig) -> Outcome:
 
 def _matched(answer: str, pattern: str) -> dict[str, float] | Failure:
     """The number in the last match of the pattern, as `score`."""
-    matches = [match[1] for match in re.finditer(pattern, answer)]
+    matches = [match[1] for match in re.finditer(pattern, answer) if match[1] is not None]
     if not matches:
         return _unclear("has no match of score_pattern", answer)
     try:
@@ -75,7 +76,15 @@ def _fields(answer: str) -> dict[str, float] | Failure:
         values: Mapping[str, Any] = msgspec.json.decode(inner.encode("utf-8", "replace"), type=dict[str, Any])
     except UNREADABLE:
         return _unclear("has no JSON object", answer)
-    return {name: float(value) for name, value in values.items() if type(value) in (int, float)}
+    return {name: _as_float(value) for name, value in values.items() if type(value) in (int, float)}
+
+
+def _as_float(value: int | float) -> float:
+    """The number; infinite where float64 does not reach it."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def _unclear(what: str, answer: str) -> Failure:
