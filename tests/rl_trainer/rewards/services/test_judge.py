@@ -57,6 +57,9 @@ def test_a_question_has_each_text_once_whatever_is_in_it(texts):
         ("A score of 3 is too low; final score = 10", 1.0),
         ("score: 0", 0.0),
         ("SCORE 5", 0.5),
+        ("Score (8): 2 mistakes", 0.8),
+        ("Score (0-10): 8", 0.8),
+        ("**Score (from 0 to 10)**: 8.5", 0.85),
     ],
 )
 def test_a_score_is_the_last_match_on_the_scale(answer, score):

@@ -67,8 +67,10 @@ class JudgeConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_onl
     """The question, in which {prompt}, {response}, {ground_truth} and {data_source} stand for the
     texts of a sample; {response} must be in it.
     """
-    score_pattern: str = r"(?i)\bscore[^\w-]*(-?\d+(?:\.\d+)?)"
-    """Regular expression whose last match in an answer has the score as group 1."""
+    score_pattern: str = r"(?i)\bscore(?:\s*\([^()]*\d\s*(?:-|–|to)\s*\d[^()]*\))?[^\w-]*(-?\d+(?:\.\d+)?)"
+    """Regular expression whose last match in an answer has the score as group 1. The default skips
+    a scale, as in `Score (0-10): 8`.
+    """
     score_field: str = ""
     """Field of the JSON object in an answer that is the score; its other numbers are reported, too.
     Empty: score_pattern finds it.
