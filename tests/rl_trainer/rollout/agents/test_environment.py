@@ -152,12 +152,20 @@ def test_an_interaction_that_does_not_answer_fails_the_session(monkeypatch):
         converse(row(interaction_kwargs={"name": "teacher", "answer": "42"}), "41", call_timeout_s=0.05)
 
 
-def test_an_interaction_that_exits_fails_the_session(monkeypatch):
+@pytest.mark.parametrize(
+    ("raised", "why"),
+    [
+        (SystemExit(2), r"sys\.exit\(2\) was called"),
+        (StopIteration(), r"StopIteration\(\) was raised"),  # by next() on replies that are over
+        (asyncio.CancelledError(), r"CancelledError\(\) was raised"),
+    ],
+)
+def test_an_interaction_that_raises_anything_fails_the_session(monkeypatch, raised, why):
     def leave(self, text):
-        raise SystemExit(2)
+        raise raised
 
     monkeypatch.setattr(Teacher, "reply", leave)
-    with pytest.raises(RolloutError, match=r"sys\.exit\(2\) was called"):
+    with pytest.raises(RolloutError, match=why):
         converse(row(interaction_kwargs={"name": "teacher", "answer": "42"}), "41")
 
 

@@ -189,6 +189,25 @@ def exits(arguments):
     raise SystemExit(2)
 
 
+def cancels(arguments):
+    raise asyncio.CancelledError
+
+
+class PanicError(BaseException):
+    """As libraries in Rust raise it."""
+
+
+def panics(arguments):
+    raise PanicError("at line 3")
+
+
+class Even(msgspec.Struct):
+    number: int
+
+    def __post_init__(self):
+        raise KeyError(self.number)
+
+
 @pytest.mark.parametrize(
     ("call", "act", "why"),
     [
@@ -199,11 +218,19 @@ def exits(arguments):
         (Call("odd", {"seconds": 3, "minutes": 1}), None, "error: odd: Object contains unknown field `minutes`"),
         (Call("odd", {"seconds": 3}), fails, "error: odd: KeyError: 'the disk'"),
         (Call("odd", {"seconds": 3}), exits, "error: odd: SystemExit: 2"),
+        (Call("odd", {"seconds": 3}), cancels, "error: odd: CancelledError: "),
+        (Call("odd", {"seconds": 3}), panics, "error: odd: PanicError: at line 3"),
         (Call("odd", {"seconds": 3}), lambda _: 3, "error: odd returned int in place of a text"),
     ],
 )
 def test_what_goes_wrong_in_a_call_is_its_answer(call, act, why):
     assert told(call, Odd(act)) == Answer(why, failed=True)
+
+
+def test_a_type_of_arguments_that_raises_is_an_answer():
+    tool = Odd(None)
+    tool.arguments = Even
+    assert told(Call("odd", {"number": 3}), tool) == Answer("error: odd: KeyError: 3", failed=True)
 
 
 def test_arguments_reach_the_tool_checked():

@@ -25,11 +25,8 @@ async def in_thread(work: Callable[[], T]) -> T:
     def run() -> None:
         try:
             result = work()
-        except Exception as error:  # noqa: BLE001 - raised in the caller
-            failure = error
-            end = lambda: done.set_exception(failure)  # noqa: E731
-        except SystemExit as error:  # would end the caller's event loop
-            failure = RuntimeError(f"sys.exit({error.code!r}) was called")
+        except BaseException as error:  # noqa: BLE001 - raised in the caller
+            failure = _raisable(error)
             end = lambda: done.set_exception(failure)  # noqa: E731
         else:
             end = lambda: done.set_result(result)  # noqa: E731
@@ -38,3 +35,15 @@ async def in_thread(work: Callable[[], T]) -> T:
 
     threading.Thread(target=run, name="agent", daemon=True).start()
     return await done
+
+
+def _raisable(error: BaseException) -> Exception:
+    """The error itself, or another one in place of what would end the caller's event loop or task,
+    or can't be set on a future.
+    """
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    what = f"sys.exit({error.code!r}) was called" if isinstance(error, SystemExit) else f"{error!r} was raised"
+    failure = RuntimeError(what)
+    failure.__cause__ = error
+    return failure

@@ -106,12 +106,8 @@ async def _answer(call: Call, tools: Mapping[str, Tool], timeout_s: float, more:
     if tool is None:
         return _failed(f"there is no tool {call.tool!r}; there are {', '.join(tools)}")
     try:
-        arguments = _arguments(call, tool.arguments)
-    except msgspec.ValidationError as error:
-        return _failed(f"{tool.name}: {error}")
-    try:
         async with asyncio.timeout(timeout_s):
-            return await in_thread(lambda: _made(tool, arguments, more))
+            return await in_thread(lambda: _made(tool, call, more))
     except TimeoutError:
         return _failed(f"{tool.name} took longer than {timeout_s:g} s")
 
@@ -120,11 +116,15 @@ def _arguments(call: Call, wanted: type[msgspec.Struct] | Mapping[str, Any]) -> 
     """The arguments as the tool gets them.
 
     Raises:
-        msgspec.ValidationError: they are not of its type.
+        ToolError: they are not of its type.
     """
     if isinstance(wanted, Mapping):
         return _read_by_schema(call.arguments, wanted) if call.as_text else dict(call.arguments)
-    return msgspec.convert(_read(call.arguments, wanted) if call.as_text else dict(call.arguments), wanted)
+    given = _read(call.arguments, wanted) if call.as_text else dict(call.arguments)
+    try:
+        return msgspec.convert(given, wanted)
+    except msgspec.ValidationError as error:
+        raise ToolError(str(error)) from error
 
 
 def _read_by_schema(texts: Mapping[str, str], schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,12 +155,13 @@ def _read(texts: Mapping[str, str], arguments: type[msgspec.Struct]) -> dict[str
     return values
 
 
-def _made(tool: Tool, arguments: msgspec.Struct | Mapping[str, Any], more: Mapping[str, Any]) -> Answer:
+def _made(tool: Tool, call: Call, more: Mapping[str, Any]) -> Answer:
     try:
+        arguments = _arguments(call, tool.arguments)  # may run code of the tool's type
         text = cast(object, tool.call(arguments, **more))  # tools may ignore their declared return type
     except ToolError as error:
         return _failed(f"{tool.name}: {error}")
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - user code: an exception is the answer to that call
+    except BaseException as error:  # noqa: BLE001 - user code: an exception is the answer to that call
         return _failed(f"{tool.name}: {type(error).__name__}: {error}")
     if not isinstance(text, str):
         return _failed(f"{tool.name} returned {type(text).__name__} in place of a text")
