@@ -109,6 +109,8 @@ PYTHON = "get_current_weather(city='Dallas', state='TX', unit='fahrenheit')"
             ],
         ),
         ("pythonic", "[files.read(path='a')]", [Call("files.read", {"path": "a"})]),
+        ("pythonic", "[files().read(path='a')]", ["is no call"]),
+        ("pythonic", f"[{'a.' * 900}b(path='a')]", [Call("a." * 900 + "b", {"path": "a"})]),
         ("pythonic", "[add(1, 2)]", ["arguments must have names"]),
         ("pythonic", "[add(a=1 + 1)]", ["add: the value of an argument must be a literal"]),
         ("pythonic", "[add(a=__import__('os').system('true'))]", ["must be a literal"]),

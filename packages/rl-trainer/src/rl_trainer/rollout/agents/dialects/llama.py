@@ -134,15 +134,23 @@ def _converted(value: dict[str, Any]) -> Call | Malformed:
 
 
 def _from_python(node: ast.expr) -> Call | Malformed:
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name | ast.Attribute):
+    if not isinstance(node, ast.Call) or not (name := _dotted(node.func)):
         return Malformed("an element of the list is no call, such as tool(key=1)")
     if node.args or any(keyword.arg is None for keyword in node.keywords):
         return Malformed("arguments must have names, such as tool(key=1)")
-    name = ast.unparse(node.func)
     try:
         return Call(name, {str(keyword.arg): _literal(keyword.value) for keyword in node.keywords})
     except (ValueError, RecursionError) as error:
         return Malformed(f"{name}: {error}")
+
+
+def _dotted(node: ast.expr) -> str:
+    """A name such as `files.read`; empty: it is none."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
 
 
 def _literal(node: ast.expr) -> Any:
