@@ -304,6 +304,49 @@ def test_texts_are_read_by_the_types_of_the_arguments(texts, told):
     assert got.text == told
 
 
+def optional(kind):
+    return {"anyOf": [kind, {"type": "null"}]}
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "tags": optional({"type": "array", "items": {"type": "string"}}),
+        "none": optional({"type": "integer"}),
+        "name": optional({"type": "string"}),
+        "point": {"$ref": "#/$defs/Point"},
+        "level": optional({"$ref": "#/$defs/Level"}),
+        "unit": {"enum": ["1", "2"]},
+        "both": {"allOf": [{"type": "integer"}, {"minimum": 1}]},
+        "any": True,
+        "loop": {"$ref": "#/$defs/Loop"},
+    },
+    "$defs": {
+        "Point": {"type": "object"},
+        "Level": {"enum": [1, 2], "type": "integer"},
+        "Loop": {"$ref": "#/$defs/Loop"},
+    },
+}
+"""As pydantic writes the arguments of a tool of an MCP server."""
+
+
+class Echo:
+    name, description, arguments = "echo", "Shows its arguments.", SCHEMA
+
+    def call(self, arguments: Any) -> str:
+        return repr(arguments)
+
+
+def test_texts_are_read_by_the_json_schema_of_the_arguments():
+    texts = {
+        "tags": '["a"]', "none": "null", "name": "null", "point": '{"x": 1}', "level": "2", "unit": "2", "both": "3",
+        "any": "4", "loop": "5", "other": "6",
+    }  # fmt: skip
+    read = {**texts, "tags": ["a"], "none": None, "point": {"x": 1}, "level": 2, "both": 3}
+    got = asyncio.run(answer(Call("echo", texts, as_text=True), {"echo": Echo()}, 60.0))
+    assert got.text == repr(read)
+
+
 def test_every_dialect_can_be_an_option():
     assert tuple(DIALECTS) == DIALECT_NAMES
     with pytest.raises(ConfigError, match=r"dialect must be one of auto, hermes, .*; got 'hermmes'.*'hermes'"):

@@ -15,6 +15,9 @@ from rl_protocol.errors import UNREADABLE
 from rl_trainer.rollout.agents.dialects.base import Answer, Call, Malformed
 from rl_trainer.rollout.agents.threads import in_thread
 
+_DEEPEST = 4
+"""Levels of a JSON schema that are searched for the types of an argument."""
+
 
 class ToolError(RLError):
     """A call failed; the policy reads the message, which tells it what to do otherwise."""
@@ -130,13 +133,35 @@ def _arguments(call: Call, wanted: type[msgspec.Struct] | Mapping[str, Any]) -> 
 def _read_by_schema(texts: Mapping[str, str], schema: Mapping[str, Any]) -> dict[str, Any]:
     """The values of these texts: as they are where the schema allows a text, else as JSON."""
     values: dict[str, Any] = dict(texts)
-    properties = schema.get("properties", {})
     for name, text in texts.items():
-        kinds = properties.get(name, {}).get("type", "string")
-        if "string" not in ([kinds] if isinstance(kinds, str) else kinds):
+        if not _takes_text(_part(schema, "properties", name), schema):
             with contextlib.suppress(*UNREADABLE, ValueError):
                 values[name] = msgspec.json.decode(text.encode("utf-8", "replace"))
     return values
+
+
+def _takes_text(part: object, whole: Mapping[str, Any], depth: int = 0) -> bool:
+    """Whether this part of a JSON schema allows a text, as far as it tells."""
+    if not isinstance(part, Mapping) or depth == _DEEPEST:
+        return True
+    schema = cast(Mapping[str, Any], part)
+    if "$ref" in schema:
+        return _takes_text(_part(whole, *str(schema["$ref"]).removeprefix("#/").split("/")), whole, depth + 1)
+    if options := schema.get("anyOf") or schema.get("oneOf"):
+        return any(_takes_text(one, whole, depth + 1) for one in options)
+    if parts := schema.get("allOf"):
+        return all(_takes_text(one, whole, depth + 1) for one in parts)
+    if "const" in schema or "enum" in schema:
+        return any(isinstance(value, str) for value in schema.get("enum", [schema.get("const")]))
+    kinds = schema.get("type", "string")
+    return "string" in ([kinds] if isinstance(kinds, str) else kinds)
+
+
+def _part(schema: object, *names: str) -> object:
+    """What a JSON schema has under these names; None: nothing."""
+    for name in names:
+        schema = cast(Mapping[str, Any], schema).get(name) if isinstance(schema, Mapping) else None
+    return schema
 
 
 def _read(texts: Mapping[str, str], arguments: type[msgspec.Struct]) -> dict[str, Any]:
