@@ -273,6 +273,20 @@ def test_a_stream_is_one_piece_and_an_end():
     assert piece["choices"][0]["delta"]["role"] == "assistant"
 
 
+@pytest.mark.parametrize(
+    ("path", "name"), [("completions", "max_tokens"), ("chat/completions", "max_completion_tokens")]
+)
+def test_no_response_is_longer_than_the_limit_of_the_endpoint(path, name):
+    async def body():
+        async with serving(sampling=SamplingParams(max_new_tokens=6, ignore_eos=True)) as (engine, session):
+            _, answer = await post(session, path, {"prompt_token_ids": [2, 3], name: 20})
+            return answer, [params.max_new_tokens for _, params in engine.asked]
+
+    answer, asked = asyncio.run(body())
+    assert asked == [6]
+    assert (answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]) == (6, "length")
+
+
 # -- errors
 def test_who_has_no_key_learns_nothing():
     async def body():

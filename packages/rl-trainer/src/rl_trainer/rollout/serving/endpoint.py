@@ -352,8 +352,8 @@ class Endpoint:
         """Most tokens of the response."""
         if not ids:
             raise _Refused(400, "invalid_request_error", "There is no prompt, or it has no tokens.")
-        room = self._config.context - len(ids)
-        budget = min(room, self._config.sampling.max_new_tokens) if limit is None else limit
+        room, most = self._config.context - len(ids), self._config.sampling.max_new_tokens
+        budget = min(room, most) if limit is None else limit
         if min(room, budget) < 1 or budget > room:
             raise _Refused(
                 400,
@@ -361,7 +361,7 @@ class Endpoint:
                 f"The prompt has {len(ids)} tokens and max_tokens is {budget if limit is not None else 'at least 1'}; the model's context is "
                 f"{self._config.context} tokens, and max_tokens must be at least 1.",
             )
-        return budget
+        return min(budget, most)
 
 
 async def _read(request: web.Request, kind: type[Any]) -> Any:
