@@ -195,6 +195,10 @@ BAD_LINES = {
     ),
     11: (json.dumps(row(data_source=3)).encode(), "Expected `str`, got `int` - at `$.data_source`"),
     12: (json.dumps(row(videos=["a.mp4"])).encode(), "videos, which are not supported yet"),
+    19: (
+        json.dumps(row(prompt=[{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}])).encode(),
+        "message 1 of the prompt has tool_calls, which are not supported yet",
+    ),
     13: (b"[1, 2]", "a row must be an object with named fields; got list"),
     14: (json.dumps(row(extra_info="x")).encode(), "Expected `object | null`, got `str` - at `$.extra_info`"),
     15: (b"[" * 5000, "not JSON in UTF-8"),
@@ -324,7 +328,7 @@ def test_rows_without_reward_model_and_data_source_have_the_answer_in_a_field(tm
 
 def test_bad_rows_are_left_out_and_counted(tmp_path, encoder, caplog):
     data = open_files(files(bad_file(tmp_path), on_bad_row="skip"), encoder, tmp_path / "cache")
-    assert [text_of(data[i]) for i in range(len(data))] == ["1", "19", "20"]
+    assert [text_of(data[i]) for i in range(len(data))] == ["1", "20"]
     # the long prompt is filtered, not bad
     assert (data.report.bad, data.report.overlong) == (len(BAD_LINES) - 1, 1)
     assert f"{len(BAD_LINES) - 1} bad rows" in caplog.text

@@ -12,7 +12,7 @@ which must be empty.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -112,6 +112,11 @@ def parse_row(raw: object, prompt_key: str = "prompt", ground_truth_key: str = "
         raise SchemaError(f"{reason}{named}") from error
     if not any(message.content.strip() for message in row.prompt):
         raise SchemaError("the prompt is empty")
+    calling = [i for i, message in enumerate(cast("Sequence[Mapping[str, Any]]", prompt)) if message.get("tool_calls")]
+    if calling:
+        raise SchemaError(
+            f"message {calling[0] + 1} of the prompt has tool_calls, which are not supported yet; write them into its content as the model does"
+        )
     if not row.data_source:
         raise SchemaError("data_source is empty")
     if row.reward_model.ground_truth is None:
