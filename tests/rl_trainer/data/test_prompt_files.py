@@ -17,7 +17,7 @@ import pytest
 from datasets import Dataset
 from prompt_rows import ALPHABET, TEMPLATE, characters, row
 
-from rl_protocol import ConfigError, OutputError
+from rl_protocol import ConfigError, OutputError, SchemaError
 from rl_trainer import Mixture, PromptOrder
 from rl_trainer.data.chat_template import PromptEncoder
 from rl_trainer.data.prompt_files import open_files
@@ -122,6 +122,13 @@ def test_a_ground_truth_that_is_no_string_is_json():
         '{"target":24,"numbers":[1,2]}'
     )
     assert parse_row(row(reward_model={"ground_truth": 3})).ground_truth == "3"
+
+
+@pytest.mark.parametrize("missing", [None, float("nan"), float("inf")])
+def test_a_ground_truth_that_is_missing_is_no_text(missing):
+    """pandas writes NaN for it, and JSON has no such number."""
+    with pytest.raises(SchemaError, match=r"without reward_model, is (null|nan|inf)"):
+        parse_row(row(reward_model={"ground_truth": missing}))
 
 
 def test_prepared_once_and_again_when_something_changed(tmp_path, encoder):

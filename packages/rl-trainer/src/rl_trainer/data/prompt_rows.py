@@ -12,6 +12,7 @@ which must be empty.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
@@ -119,8 +120,10 @@ def parse_row(raw: object, prompt_key: str = "prompt", ground_truth_key: str = "
         )
     if not row.data_source:
         raise SchemaError("data_source is empty")
-    if row.reward_model.ground_truth is None:
-        raise SchemaError(f"reward_model.ground_truth, or {ground_truth_key} without reward_model, is null")
+    truth = row.reward_model.ground_truth
+    if truth is None or (isinstance(truth, float) and not math.isfinite(truth)):
+        found = "null" if truth is None else truth
+        raise SchemaError(f"reward_model.ground_truth, or {ground_truth_key} without reward_model, is {found}")
     if row.videos:
         raise SchemaError("it has videos, which are not supported yet; leave such rows out")
     return row
