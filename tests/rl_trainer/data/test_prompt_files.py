@@ -366,6 +366,15 @@ def test_invalid_utf8_in_parquet_is_one_bad_row(tmp_path, encoder):
     assert data.report.bad_rows[0].startswith(f"{tmp_path / 'a.parquet'}, row 2: its text is not UTF-8")
 
 
+def test_a_date_that_python_can_not_express_is_one_bad_row(tmp_path, encoder):
+    table = pa.Table.from_pylist([row("ab"), row("cd")])
+    dates = pa.array([0, 253402300800000], pa.timestamp("ms"))  # the year 10000
+    pq.write_table(table.append_column("added", dates), tmp_path / "a.parquet")
+    data = open_files(files(tmp_path / "a.parquet", on_bad_row="skip"), encoder, tmp_path / "cache")
+    assert (len(data), text_of(data[0])) == (1, "ab")
+    assert data.report.bad_rows[0].startswith(f"{tmp_path / 'a.parquet'}, row 2: it has a value that Python can't")
+
+
 def test_a_truncated_parquet_file_is_named(tmp_path, encoder):
     whole, cut = tmp_path / "whole.parquet", tmp_path / "cut.parquet"
     pq.write_table(pa.Table.from_pylist([row(str(i)) for i in range(50)]), whole)

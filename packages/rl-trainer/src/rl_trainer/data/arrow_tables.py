@@ -69,7 +69,7 @@ def saved_rows(folder: Path) -> Iterator[Raw]:
 def _rows(batch: Any) -> Iterator[Raw]:
     try:
         yield from batch.to_pylist()
-    except UnicodeDecodeError:
+    except (ValueError, OverflowError):
         for i in range(batch.num_rows):
             yield _row(batch.slice(i, 1))
 
@@ -79,6 +79,8 @@ def _row(single: Any) -> Raw:
         return single.to_pylist()[0]
     except UnicodeDecodeError as error:
         return SchemaError(f"its text is not UTF-8: {error}")
+    except (ValueError, OverflowError) as error:
+        return SchemaError(f"it has a value that Python can't express, such as a date after the year 9999: {error}")
 
 
 class PromptWriter:
