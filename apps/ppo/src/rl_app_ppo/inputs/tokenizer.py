@@ -57,11 +57,22 @@ def raw_decoder(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
     return decode
 
 
-def session_tokenizer(tokenizer: Tokenizer) -> SessionTokenizer:
-    """The tokenizer of sessions."""
-    return SessionTokenizer(
-        encode=lambda text: tokenizer.encode(text, add_special_tokens=False).ids, decode=decoder(tokenizer)
-    )
+def session_tokenizer(tokenizer: Tokenizer, vision: Vision | None = None) -> SessionTokenizer:
+    """The tokenizer of sessions.
+
+    Texts that it encodes, such as answers of tools, have no images, so a name of the image token in
+    them becomes nothing.
+
+    Args:
+        tokenizer: of the policy.
+        vision: the image settings of the policy; None: it reads text only.
+    """
+    image = None if vision is None else vision.token
+
+    def encode(text: str) -> list[int]:
+        return [token for token in tokenizer.encode(text, add_special_tokens=False).ids if token != image]
+
+    return SessionTokenizer(encode=encode, decode=decoder(tokenizer))
 
 
 def eos_of(model_path: Path) -> int:

@@ -198,7 +198,7 @@ def _rollout(config: AppConfig, call: BuildCall, plane: DataPlane, engine: Rollo
     receiver = ReceiverEndpoint(weight_engine(config, call), engine)
     data, session = open_data(config, path), session_of(config, path)
     check_data(config, data, call.data_files)
-    tokenizer, restart = session_tokenizer(load_tokenizer(path)), config.async_rl.on_update == "abort"
+    tokenizer = session_tokenizer(load_tokenizer(path), vision_of(path))
     worker = RolloutWorker(
         plane,
         engine,
@@ -208,7 +208,7 @@ def _rollout(config: AppConfig, call: BuildCall, plane: DataPlane, engine: Rollo
         _reader(path),
         demonstrations=demonstrations(config, tokenizer, eos_of(path)) if config.demonstrates else None,
         observations=config.algorithm.trains_observations,
-        restart=restart,
+        restart=config.async_rl.on_update == "abort",
         kept_sets=config.rollout.records_kept_sets,
         experts=_recorded_experts(config, path),
         teacher=teacher_context(config, tokenizer, eos_of(path)) if config.algorithm.teacher_context else None,
