@@ -169,6 +169,12 @@ def test_an_interaction_that_raises_anything_fails_the_session(monkeypatch, rais
         converse(row(interaction_kwargs={"name": "teacher", "answer": "42"}), "41")
 
 
+def test_an_interaction_that_replies_with_no_text_fails_the_session(monkeypatch):
+    monkeypatch.setattr(Teacher, "reply", lambda self, text: b"Again.")
+    with pytest.raises(RolloutError, match="Teacher replied with bytes in place of a text or None"):
+        converse(row(interaction_kwargs={"name": "teacher", "answer": "42"}), "41", "42")
+
+
 @pytest.mark.parametrize("name", DIALECTS)
 def test_a_message_of_the_user_is_not_an_answer_of_a_tool(name):
     message = DIALECTS[name].message("Again.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 from rl_protocol import RolloutError
 from rl_trainer.config.registry import Registry
@@ -37,12 +37,19 @@ async def replied(interaction: Interaction, text: str, timeout_s: float) -> str 
     """The reply to a turn.
 
     Raises:
-        RolloutError: there is none within `timeout_s`.
+        RolloutError: there is none within `timeout_s`, or it is no text.
     """
     try:
         async with asyncio.timeout(timeout_s):
-            return await in_thread(lambda: interaction.reply(text))
+            reply = cast(
+                object, await in_thread(lambda: interaction.reply(text))
+            )  # may ignore its declared return type
     except TimeoutError as error:
         raise RolloutError(
             f"{type(interaction).__name__} gave no reply within AgentConfig.call_timeout_s={timeout_s:g}."
         ) from error
+    if reply is not None and not isinstance(reply, str):
+        raise RolloutError(
+            f"{type(interaction).__name__} replied with {type(reply).__name__} in place of a text or None."
+        )
+    return reply
