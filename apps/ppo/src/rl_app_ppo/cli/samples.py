@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from rl_app_ppo.cli.columns import columns
-from rl_app_ppo.outputs.answers import one_line
+from rl_app_ppo.outputs.answers import files_by_step, one_line
 from rl_app_ppo.outputs.run_folder import files_of
 from rl_app_ppo.outputs.run_record import read_run
 from rl_protocol import BatchError, ConfigError, RowKey
@@ -83,8 +83,7 @@ def _chosen(
 
 def _validated(run: Path) -> dict[int, Callable[[], list[SampleRow]]]:
     """What reads the validation of each step."""
-    paths = {int(path.stem): path for path in (run / "samples").glob("*.jsonl") if path.stem.isdecimal()}
-    return {step: partial(_read, path) for step, path in paths.items()}
+    return {step: partial(_read, path) for step, path in files_by_step(run / "samples").items()}
 
 
 def _trained(run: Path, step: int | None) -> dict[int, Callable[[], list[SampleRow]]]:

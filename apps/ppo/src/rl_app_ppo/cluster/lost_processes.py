@@ -121,7 +121,7 @@ async def unless_ended(answer: Awaitable[T], processes: Mapping[int, str], what:
     try:
         while not waiting.done():
             await asyncio.wait([waiting], timeout=_LOOK_S)
-            ended = [f"{name} (process {pid}) {how}" for pid, name in processes.items() if (how := end_of(pid))]
+            ended = _ended(processes)
             if ended and not waiting.done():
                 raise WorkerDiedError(f"{what}: {'; '.join(ended)}.")
         return await waiting
@@ -145,7 +145,7 @@ async def ended_with(processes: Mapping[int, str]) -> AsyncGenerator[None]:
     async def watch() -> None:
         while not ended:
             await asyncio.sleep(_LOOK_S)
-            ended.extend(f"{name} (process {pid}) {how}." for pid, name in processes.items() if (how := end_of(pid)))
+            ended.extend(_ended(processes))
         task.cancel()
 
     watching = asyncio.create_task(watch())
@@ -155,9 +155,14 @@ async def ended_with(processes: Mapping[int, str]) -> AsyncGenerator[None]:
         if not ended:
             raise
         task.uncancel()
-        raise WorkerDiedError(" ".join(ended)) from None
+        raise WorkerDiedError(f"{'; '.join(ended)}.") from None
     finally:
         watching.cancel()
+
+
+def _ended(processes: Mapping[int, str]) -> list[str]:
+    """Which of these processes have ended, and how."""
+    return [f"{name} (process {pid}) {how}" for pid, name in processes.items() if (how := end_of(pid))]
 
 
 def fate(pid: int) -> str:

@@ -456,7 +456,8 @@ def unknown_key(key: str, known: Sequence[str], place: str = "") -> ConfigError:
     """An error with the counterpart of another trainer's key, or else the most similar key."""
     of_verl = describe(key)
     of_others = of_verl or describe_other(key)
-    hint = f" {of_others}" if of_others else nearest_key(key, known)
+    word = f" Did you mean {WORDS[key]!r}?" if key in WORDS else ""
+    hint = f" {of_others}" if of_others else word or nearest_key(key, known)
     if (of_verl or key.partition(".")[0] in ("hydra", "defaults")) and "--config" in place:
         hint += " `rl import-verl` converts a file of verl."
     return ConfigError(f"Unknown key {key!r}{place}.{hint} `rl explain` lists all keys.")
@@ -464,8 +465,6 @@ def unknown_key(key: str, known: Sequence[str], place: str = "") -> ConfigError:
 
 def nearest_key(key: str, known: Sequence[str]) -> str:
     """A hint at the most similar key; empty if none is similar."""
-    if key in WORDS:
-        return f" Did you mean {WORDS[key]!r}?"
     close = difflib.get_close_matches(key, known, n=3, cutoff=0.6)
     close.sort(key=lambda name: (-difflib.SequenceMatcher(a=name, b=key).ratio(), _letters_apart(name, key)))
     if not close:  # the right last part in the wrong group

@@ -55,7 +55,7 @@ def read_answers(samples: Path) -> Answers | None:
         OSError: a file can't be read.
         msgspec.DecodeError: a file does not hold samples.
     """
-    steps = sorted(_files_by_step(samples))
+    steps = sorted(files_by_step(samples))
     if len(steps) < 2:
         return None
     first, last = (_first_responses(samples / f"{step}.jsonl") for step in (steps[0], steps[-1]))
@@ -76,12 +76,13 @@ def drop_samples_after(samples: Path, step: int) -> None:
         OutputError: the folder can't be written.
     """
     with writing(samples):
-        for found, path in _files_by_step(samples).items():
+        for found, path in files_by_step(samples).items():
             if found > step:
                 path.unlink()
 
 
-def _files_by_step(samples: Path) -> dict[int, Path]:
+def files_by_step(samples: Path) -> dict[int, Path]:
+    """The files of the validations in the folder of samples, by step."""
     return {int(path.stem): path for path in samples.glob("*.jsonl") if path.stem.isdecimal()}
 
 

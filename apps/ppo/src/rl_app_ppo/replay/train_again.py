@@ -75,11 +75,13 @@ def checkpoint_before(files: RunFiles, step: int) -> Checkpoint | None:
         ConfigError: the run has started from a checkpoint that is not whole any more.
     """
     found, _ = newest_whole(files.checkpoints, before=step)
+    if found is not None:
+        return found
     configs = [files.config, *(files.batches / step_name(one) / CONFIG for one in kept_steps(files.batches)[:1])]
     modes = [read_config(path).trainer.resume_mode for path in configs]
     origin = next((mode for mode in modes if mode not in ("auto", "disable")), None)
-    if found is not None or origin is None:
-        return found
+    if origin is None:
+        return None
     given = inspect(Path(origin).expanduser().resolve())
     if isinstance(given, str):
         raise ConfigError(

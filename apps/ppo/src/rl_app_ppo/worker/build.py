@@ -48,6 +48,7 @@ from rl_trainer import (
 )
 from rl_trainer.algorithms.old_log_prob import loss_correction
 from rl_trainer.data.image_columns import ImageReader
+from rl_trainer.data.images import Vision
 from rl_trainer.data.model_families import RoutedLayers
 from rl_trainer.record.record_file import RecordFile
 from rl_trainer.workers.sample_log import SampleLog
@@ -196,16 +197,16 @@ def _trajectory_record(
 def _rollout(config: AppConfig, call: BuildCall, plane: DataPlane, engine: RolloutEngine) -> Built:
     path = Path(call.model_path)
     receiver = ReceiverEndpoint(weight_engine(config, call), engine)
-    data, session = open_data(config, path), session_of(config, path)
+    data, session, vision = open_data(config, path), session_of(config, path), vision_of(path)
     check_data(config, data, call.data_files)
-    tokenizer = session_tokenizer(load_tokenizer(path), vision_of(path))
+    tokenizer = session_tokenizer(load_tokenizer(path), vision)
     worker = RolloutWorker(
         plane,
         engine,
         data,
         session,
         tokenizer,
-        _reader(path),
+        _reader(path, vision),
         demonstrations=demonstrations(config, tokenizer, eos_of(path)) if config.demonstrates else None,
         observations=config.algorithm.trains_observations,
         restart=config.async_rl.on_update == "abort",
@@ -222,9 +223,8 @@ def _recorded_experts(config: AppConfig, path: Path) -> int:
     return found.experts if found is not None and config.algorithm.router_replay == "R3" else 0
 
 
-def _reader(path: Path) -> ImageReader | None:
+def _reader(path: Path, vision: Vision | None) -> ImageReader | None:
     """The image reader of a vision model; None: the model reads text only."""
-    vision = vision_of(path)
     if vision is None:
         return None
     from rl_trainer.rollout.image_reader import FolderImageReader  # torch: the reward process needs none

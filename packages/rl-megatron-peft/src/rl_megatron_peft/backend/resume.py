@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Callable, Mapping
-from functools import partial
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,7 +31,7 @@ from rl_megatron_peft.errors import AdapterError, bad_file
 from rl_megatron_peft.peft.checkpoint_folders import FORMAT, MANIFEST, fsync_tree, refuse_unless_resumable
 from rl_protocol import OutputError
 from rl_protocol.support.disk_writes import fsync
-from rl_protocol.support.temporary_folders import owned_folder
+from rl_protocol.support.temporary_folders import temporary_folder
 
 TENSORS = "dist_ckpt"
 _RANDOM = "random_state"
@@ -45,7 +43,6 @@ def save_checkpoint(learner: MegatronLearner[Any], path: Path) -> None:
     Raises:
         OutputError: on every rank, if `path` exists or can't be written; nothing is left there.
     """
-    locks: list[int] = []  # of the first rank's unfinished folder
     problem = ""
 
     def prepare() -> str:
@@ -54,28 +51,23 @@ def save_checkpoint(learner: MegatronLearner[Any], path: Path) -> None:
                 f"{path} exists; a checkpoint needs a new folder. Remove it or choose another.", path=str(path)
             )
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished, lock = owned_folder(".unfinished-", path.parent)
-        locks.append(lock)
-        (unfinished / path.name / TENSORS).mkdir(parents=True)
-        return str(unfinished / path.name)
+        folder = unfinished.enter_context(temporary_folder(".unfinished-", path.parent)) / path.name
+        (folder / TENSORS).mkdir(parents=True)
+        return str(folder)
 
-    def finish() -> str:
+    def finish() -> None:
+        if problem:
+            raise OSError(problem)
+        _publish(learner, folder, path)
+
+    with ExitStack() as unfinished:
+        folder = Path(_on_first_rank(learner, path, prepare))
         try:
-            if problem:
-                raise OSError(problem)
-            _publish(learner, scratch, path)
-            return ""
-        finally:
-            shutil.rmtree(scratch.parent, ignore_errors=True)
-            os.close(locks.pop())
-
-    scratch = Path(_on_first_rank(learner, path, prepare))
-    try:
-        with runnable():
-            dist_checkpointing.save(_sharded(learner, _state(learner)), str(scratch / TENSORS))
-    except CheckpointException as error:  # every rank raises it, and the first one has the reasons
-        problem = ", ".join(sorted({str(why) for why, _ in error.failures.values()})) or str(error)
-    _on_first_rank(learner, path, finish)
+            with runnable():
+                dist_checkpointing.save(_sharded(learner, _state(learner)), str(folder / TENSORS))
+        except CheckpointException as error:  # every rank raises it, and the first one has the reasons
+            problem = ", ".join(sorted({str(why) for why, _ in error.failures.values()})) or str(error)
+        _on_first_rank(learner, path, finish)
 
 
 def _publish(learner: MegatronLearner[Any], scratch: Path, path: Path) -> None:
@@ -101,7 +93,7 @@ def load_checkpoint(learner: MegatronLearner[Any], path: Path) -> None:
         AdapterError: the folder is of another kind or damaged, or the base model or LoRA settings
             differ; names file and field. Nothing is changed.
     """
-    _on_first_rank(learner, path, partial(_verify, learner, path))
+    _on_first_rank(learner, path, lambda: _verify(learner, path))
     manifest = _read_manifest(path / MANIFEST)
     state = {key: torch.empty_like(tensor) for key, tensor in _state(learner).items()}
     with runnable():
@@ -135,7 +127,7 @@ def _sharded(learner: MegatronLearner[Any], state: Mapping[str, torch.Tensor]) -
     return sharded
 
 
-def _verify(learner: MegatronLearner[Any], path: Path) -> str:
+def _verify(learner: MegatronLearner[Any], path: Path) -> None:
     refuse_unless_resumable(path)
     file = path / MANIFEST
     manifest = _read_manifest(file)
@@ -150,7 +142,6 @@ def _verify(learner: MegatronLearner[Any], path: Path) -> str:
             raise bad_file(part, "file", f"can't be read: {error.strerror or error}") from error
         if got != want:
             raise bad_file(part, "file", f"does not match {MANIFEST}: expected {want}, got {got}")
-    return ""
 
 
 def _read_manifest(file: Path) -> dict[str, Any]:
@@ -170,14 +161,14 @@ def _checksum(file: Path) -> dict[str, object]:
     return {"bytes": file.stat().st_size, "sha256": digest.hexdigest()}
 
 
-def _on_first_rank(learner: MegatronLearner[Any], path: Path, work: Callable[[], str]) -> str:
-    """Call `work` on the first rank while the others wait; return what it returns, or raise its
-    error, on all ranks.
+def _on_first_rank(learner: MegatronLearner[Any], path: Path, work: Callable[[], str | None]) -> str:
+    """Call `work` on the first rank while the others wait; return the text that it returns, or
+    raise its error, on all ranks.
     """
     found: dict[str, str] = {}
     if dist.get_rank() == 0:
         try:
-            found = {"returned": work()}
+            found = {"returned": work() or ""}
         except AdapterError as error:
             found = {"message": str(error), "file": error.file, "field": error.field}
         except OSError as error:

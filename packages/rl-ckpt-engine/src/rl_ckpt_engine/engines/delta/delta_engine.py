@@ -12,9 +12,8 @@ receiver without the baseline is refused; the manager adds it with a full versio
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Self, cast
@@ -38,7 +37,7 @@ from rl_protocol.batch.dtypes import storage_dtype
 from rl_protocol.batch.weight_tensor import WeightTensor
 from rl_protocol.errors import WeightSyncError
 from rl_protocol.support.host.aligned_memory import aligned_bytes
-from rl_protocol.support.temporary_folders import owned_folder
+from rl_protocol.support.temporary_folders import temporary_folder
 
 
 class DeltaPlacement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -110,8 +109,8 @@ class DeltaEngine(CheckpointEngine):
         self._received: Manifest | None = None
         self._undo: _Rollback | None = None
         self._republisher: Self | None = None
-        self._own_folder: tuple[Path, int] | None = None
-        """Directory of the republisher, and its lock."""
+        self._own_folder = ExitStack()
+        """Removes the directory of the republisher."""
         self._send_metrics: dict[str, float] = {}
 
     @classmethod
@@ -223,8 +222,8 @@ class DeltaEngine(CheckpointEngine):
         self._close_republisher()
         config = self._config
         if config.directory:  # one directory belongs to one sender
-            self._own_folder = owned_folder("kept-", Path(config.directory))
-            config = replace(config, directory=str(self._own_folder[0]))
+            folder = self._own_folder.enter_context(temporary_folder("kept-", Path(config.directory)))
+            config = replace(config, directory=str(folder))
         self._republisher = republisher = type(self)(config)
         manifest = await republisher.send_weights(weights, kept.version, timeout_s=timeout_s, kind=kept.kind)
         republisher._carrier.finalize(kept.version)
@@ -240,11 +239,7 @@ class DeltaEngine(CheckpointEngine):
         if self._republisher is not None:
             self._republisher.close()
             self._republisher = None
-        if self._own_folder is not None:
-            folder, lock = self._own_folder
-            shutil.rmtree(folder, ignore_errors=True)
-            os.close(lock)
-            self._own_folder = None
+        self._own_folder.close()
 
 
 class DeltaGroupEngine(DeltaEngine):

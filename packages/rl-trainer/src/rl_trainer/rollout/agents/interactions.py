@@ -41,9 +41,8 @@ async def replied(interaction: Interaction, text: str, timeout_s: float) -> str 
     """
     try:
         async with asyncio.timeout(timeout_s):
-            reply = cast(
-                object, await in_thread(lambda: interaction.reply(text))
-            )  # may ignore its declared return type
+            # it may ignore its declared return type
+            reply = cast(object, await in_thread(lambda: interaction.reply(text)))
     except TimeoutError as error:
         raise RolloutError(
             f"{type(interaction).__name__} gave no reply within AgentConfig.call_timeout_s={timeout_s:g}."
