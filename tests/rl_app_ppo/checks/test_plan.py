@@ -230,16 +230,17 @@ def test_what_a_role_holds(folder):
     ]
     config = load_config(whole)
     size = model_size(folder, config.lora)
-    block = (size.weights - WORDS * HIDDEN - HIDDEN) // LAYERS
-    gathered = {"gathered weights": 4 * (2 * (WORDS * HIDDEN + HIDDEN) + block)}
+    outside = WORDS * HIDDEN + HIDDEN
+    block = (size.weights - outside) // LAYERS
+    gathered = {"gathered weights": 4 * (2 * outside + block)}
     lasting = {"weights": 2 * size.weights, "gradients": 2 * size.weights, "optimizer": 4 * size.weights}
     of_pass = {"activations": size.activations(64, 4), "logits": 4 * 64 * WORDS * 4}
     assert role_bytes("actor", config, size, on_gpu=True) == lasting | gathered | of_pass
     assert role_bytes("critic", config, size, on_gpu=True).keys() == {*lasting, *gathered, "activations"}
     kept = lasting["gradients"] + of_pass["activations"] // LAYERS
     assert role_bytes("actor", config, size)["allocator"] == kept + (80 << 20)
-    layer = {"activations": size.activations(64, 4) // (2 * LAYERS), "logits": of_pass["logits"]}
-    assert role_bytes("ref", config, size, on_gpu=True) == {"weights": 2 * size.weights} | gathered | layer
+    layer = {"gathered weights": 4 * (outside + 2 * block), "activations": size.activations(64, 4) // (2 * LAYERS)}
+    assert role_bytes("ref", config, size, on_gpu=True) == {"weights": 2 * size.weights} | layer
     copies = role_bytes("rollout", config, size)
     assert copies["weights"] == copies["arriving weights"] == 4 * size.weights
     assert "arriving weights" not in role_bytes("rollout", config, size, on_gpu=True), "they wait in host memory"

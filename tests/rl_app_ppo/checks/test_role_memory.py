@@ -116,20 +116,23 @@ def size_of(*, trained, outside, vocabulary):
     )
 
 
-@pytest.mark.parametrize(("tokens", "logits"), [(16, 4 * 4 * 16 * 100_000), (1000, 3 * (64 << 20))])
-def test_a_reference_on_the_cpu_holds_what_each_block_was_gathered_in(tokens, logits):
-    """10 million weights, of which 4 are outside of 3 blocks of 2 million each."""
-    size = size_of(trained=10_000_000, outside=4_000_000, vocabulary=100_000)
+@pytest.mark.parametrize(
+    ("outside", "tokens", "parts"),
+    [
+        (7_000_000, 16, {"gathered weights": 2 * 2 * 7_000_000}),
+        (1_000_000, 4000, {"gathered weights": 2 * (1_000_000 + 2 * 3_000_000), "activations": 600 * 4000 * 2 // 6}),
+        (7_000_000, 4000, {"gathered weights": 2 * 7_000_000, "logits": 4 * 4 * 4000 * 1000}),
+    ],
+    ids=["gathered", "block", "logits"],
+)
+def test_a_reference_holds_what_the_largest_part_of_a_pass_takes(outside, tokens, parts):
+    """10 million weights in bfloat16: those outside, and 3 blocks of a third of the others."""
+    size = size_of(trained=10_000_000, outside=outside, vocabulary=8 if outside == 1_000_000 else 1000)
     engine = ["model_engine=fsdp", "fsdp.device=cpu", "fsdp.param_dtype=bfloat16"]
     config = load_config([*engine, f"actor.ppo_max_token_len={tokens}", "actor.use_kl_loss=true"])
-    assert dict(role_bytes("ref", config, size)) == {
-        "weights": 2 * 10_000_000,
-        "gathered weights": 2 * (2 * 4_000_000 + 2_000_000),
-        "activations": 600 * tokens * 2 // (3 * 2),
-        "logits": logits,
-        "allocator": 2 * 6_000_000 + (64 << 20),
-    }
-    assert "allocator" not in role_bytes("ref", config, size, on_gpu=True)
+    expected = {"weights": 2 * 10_000_000, **parts}
+    assert dict(role_bytes("ref", config, size)) == expected | {"allocator": 64 << 20}
+    assert dict(role_bytes("ref", config, size, on_gpu=True)) == expected
 
 
 @pytest.mark.parametrize(

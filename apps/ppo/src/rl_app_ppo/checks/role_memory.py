@@ -229,18 +229,20 @@ def _update(config: AppConfig, of_pass: _Pass, gradients: int, *, logits: bool, 
 
 
 def _reference(config: AppConfig, of_pass: _Pass, *, on_gpu: bool) -> dict[str, int]:
-    """A pass without gradients: a layer at a time.
-
-    The first pass leaves small lasting objects in the memory that each block was gathered in, so
-    glibc does not use that for the next block: it is free, and too small for a tensor as large.
-    """
-    size = of_pass.size
-    parts = _gathered(config, size) | {"activations": of_pass.layer // _LIVE} | of_pass.images
-    parts["logits"] = _logits(size, of_pass.tokens)
-    if on_gpu:
-        return parts
-    unused = of_pass.element * (size.weights - size.outside) if "gathered weights" in parts else 0
-    return parts | {"allocator": unused + _FORWARD}
+    """The part of a pass without gradients that takes most: FSDP2 gathers the weights outside of
+    blocks, or a block computes, or logits are computed."""
+    size, element = of_pass.size, of_pass.element
+    outside = block = 0
+    if isinstance(config.engine, FsdpConfig):
+        outside, block = element * size.outside, element * size.blocks // size.layers
+    parts = (
+        {"gathered weights": 2 * outside},
+        {"gathered weights": outside + 2 * block, "activations": of_pass.layer // _LIVE},
+        {"gathered weights": outside, "logits": _logits(size, of_pass.tokens)},
+    )
+    largest = max(parts, key=lambda part: sum(part.values())) | of_pass.images
+    held = {name: nbytes for name, nbytes in largest.items() if nbytes}
+    return held if on_gpu else held | {"allocator": _FORWARD}
 
 
 def _gathered(config: AppConfig, size: ModelSize) -> dict[str, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from rl_protocol import ConfigError, KeptSets, RolloutError, WeightSyncError, WeightTensor
 from rl_protocol.batch.routed_experts import ExpertIds
 from rl_protocol.ports import Generation, GenerationRequest, Memory, SamplingParams, WeightCapabilities
+from rl_protocol.support.host.this_process import give_back_memory
 from rl_protocol.torch import TORCH_DTYPES, lent_weight, torch_dtype_name
 from rl_trainer.backends.experts.checkpoint_weights import joined_experts
 from rl_trainer.backends.experts.routing import ExpertRouting
@@ -163,7 +163,7 @@ class HFRolloutEngine:
                 self._dropped[weight] = weight.shape
                 freed += weight.nbytes
                 weight.data = weight.data.new_empty(0)
-        ctypes.CDLL(None).malloc_trim(0)
+        give_back_memory()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         return freed

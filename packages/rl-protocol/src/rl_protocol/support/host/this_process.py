@@ -1,4 +1,4 @@
-"""Limits of this process: the life of its parent, its address space and its cores."""
+"""Limits of this process: the life of its parent, its memory and its cores."""
 
 from __future__ import annotations
 
@@ -44,6 +44,13 @@ def limit_memory(nbytes: int, *, further: bool = False) -> None:
         if further:
             nbytes += int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (nbytes, nbytes))
+
+
+def give_back_memory() -> None:
+    """Return freed memory that the C library keeps for later to the kernel; only glibc can,
+    elsewhere nothing happens."""
+    if uses_linux() and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+        trim(0)
 
 
 def usable_cores() -> int:
