@@ -37,6 +37,14 @@ def test_texts_that_a_response_has_broken_can_be_sent_on():
     assert msgspec.msgpack.decode(msgspec.msgpack.encode([found, failure]), type=list[Outcome]) == [found, failure]
 
 
+def test_an_exception_whose_message_raises_is_a_failure():
+    class MuteError(Exception):
+        def __str__(self):
+            return self.reason
+
+    assert failure_of(MuteError()).message == "raised MuteError: its __str__ raised AttributeError"
+
+
 @pytest.mark.parametrize(
     "returned",
     [np.float32(0.5), np.longdouble(0.5), np.array(0.5), torch.tensor(0.5), torch.tensor(0.5).requires_grad_()],

@@ -339,6 +339,18 @@ def test_a_session_that_raises_fails_alone_and_names_the_place():
     )
 
 
+def test_a_session_whose_exception_has_no_message_fails_alone():
+    class MuteError(Exception):
+        def __str__(self):
+            return self.reason
+
+    async def session(row, generate):
+        raise MuteError
+
+    (bad,) = asyncio.run(run_sessions(SessionKind(session), refs(1), Echo(), SAMPLING))
+    assert "raised MuteError: its __str__ raised AttributeError (" in str(bad)
+
+
 def test_a_wrong_configuration_is_no_failure_of_a_session():
     async def session(row, generate):
         return generate.tokenizer

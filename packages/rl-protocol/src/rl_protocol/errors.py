@@ -35,6 +35,19 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for malformed bytes. Catch all three when the bytes come from outside."""
 
 
+def described_error(error: BaseException) -> str:
+    """Kind and message of an exception of user code, whose `__str__` may raise."""
+    return f"{type(error).__name__}: {message_of(error)}"
+
+
+def message_of(error: BaseException) -> str:
+    """The message of an exception of user code, whose `__str__` may raise."""
+    try:
+        return str(error)
+    except Exception as raised:  # noqa: BLE001 - user code
+        return f"its __str__ raised {type(raised).__name__}"
+
+
 class RLError(Exception):
     """Root of every error raised by the packages of this stack.
 

@@ -31,7 +31,7 @@ from rl_trainer.rollout.agents import (
     Transcript,
     described,
 )
-from rl_trainer.rollout.agents.tools import answer
+from rl_trainer.rollout.agents.tools import ToolError, answer
 from rl_trainer.rollout.partial_generation import MAX_ABORTS
 from rl_trainer.rollout.session_turns import SessionRef, run_sessions
 from rl_trainer.rollout.trajectory_stats import rollout_metrics
@@ -201,6 +201,26 @@ def panics(arguments):
     raise PanicError("at line 3")
 
 
+class MuteError(Exception):
+    def __str__(self):
+        return self.reason
+
+
+def fails_mutely(arguments):
+    raise MuteError
+
+
+class MuteToolError(ToolError):
+    """Its message is missing, since it does not call the `__init__` of its base class."""
+
+    def __init__(self):
+        pass
+
+
+def refuses_mutely(arguments):
+    raise MuteToolError
+
+
 class Even(msgspec.Struct):
     number: int
 
@@ -220,6 +240,8 @@ class Even(msgspec.Struct):
         (Call("odd", {"seconds": 3}), exits, "error: odd: SystemExit: 2"),
         (Call("odd", {"seconds": 3}), cancels, "error: odd: CancelledError: "),
         (Call("odd", {"seconds": 3}), panics, "error: odd: PanicError: at line 3"),
+        (Call("odd", {"seconds": 3}), fails_mutely, "error: odd: MuteError: its __str__ raised AttributeError"),
+        (Call("odd", {"seconds": 3}), refuses_mutely, "error: odd: its __str__ raised AttributeError"),
         (Call("odd", {"seconds": 3}), lambda _: 3, "error: odd returned int in place of a text"),
     ],
 )

@@ -13,6 +13,8 @@ from typing import Any, Literal, Protocol, cast
 import msgspec
 import numpy as np
 
+from rl_protocol.errors import described_error
+
 _LARGEST = float(np.finfo(np.float32).max)
 _LONGEST = 2000
 """Texts are cut to this number of characters."""
@@ -116,7 +118,7 @@ def outcome_of(returned: object) -> Outcome:
 
 def failure_of(error: BaseException) -> Failure:
     """The failure for an exception of a reward function; call it in the except block."""
-    message = f"raised {type(error).__name__}: {error}"[:_LONGEST]
+    message = f"raised {described_error(error)}"[:_LONGEST]
     return Failure(kind="exception", message=_as_utf8(message), where=_where(error))
 
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from rl_protocol import ConfigError, KeptSets, RLError, RolloutError
 from rl_protocol.batch.routed_experts import ExpertIds, join_routed
+from rl_protocol.errors import described_error
 from rl_protocol.ports import Generation, GenerationRequest, ImageInput, RolloutEngine, SamplingParams
 from rl_trainer.data import PromptRow
 from rl_trainer.rollout.partial_generation import generate_turn
@@ -328,7 +329,7 @@ class _RequestBatcher:
 def _described(error: Exception) -> str:
     """The kind, message and place of an error."""
     place = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+    return f"{described_error(error)} ({place.filename}:{place.lineno})"
 
 
 def request_of_turn(

@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 import msgspec
 
 from rl_protocol import RLError
-from rl_protocol.errors import UNREADABLE
+from rl_protocol.errors import UNREADABLE, described_error, message_of
 from rl_trainer.rollout.agents.dialects.base import Answer, Call, Malformed
 from rl_trainer.rollout.agents.threads import in_thread
 
@@ -185,9 +185,9 @@ def _made(tool: Tool, call: Call, more: Mapping[str, Any]) -> Answer:
         arguments = _arguments(call, tool.arguments)  # may run code of the tool's type
         text = cast(object, tool.call(arguments, **more))  # tools may ignore their declared return type
     except ToolError as error:
-        return _failed(f"{tool.name}: {error}")
+        return _failed(f"{tool.name}: {message_of(error)}")
     except BaseException as error:  # noqa: BLE001 - user code: an exception is the answer to that call
-        return _failed(f"{tool.name}: {type(error).__name__}: {error}")
+        return _failed(f"{tool.name}: {described_error(error)}")
     if not isinstance(text, str):
         return _failed(f"{tool.name} returned {type(text).__name__} in place of a text")
     return Answer(text)
