@@ -201,6 +201,11 @@ BAD = {
         lambda: row(["https://x.example/a.png"]),
         r"image 1 is 'https://x.example/a.png'; images are read from files",
     ),
+    "no such user": (
+        lambda: row(["~no-such-user/a.png"]),
+        "image 1 is '~no-such-user/a.png', and that user has no home",
+    ),
+    "null byte": (lambda: row(["a\0.png"]), r"image 1 is 'a\\x00\.png'; no path has a null byte"),
     "a number": (lambda: row([3]), r"image 1 must be .* got '3'"),
     "no list": (lambda: row("a.png"), "images must be a list; got str"),
     "empty": (lambda: row([{"bytes": None, "path": None}]), "image 1 must be"),

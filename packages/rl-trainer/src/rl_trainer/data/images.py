@@ -86,6 +86,8 @@ def _source(number: int, raw: object) -> ImageSource:
         return ImageSource(_data_url(number, path), "")
     if re.match(r"(?!file:)\w+://", path):
         raise SchemaError(f"image {number} is {path[:80]!r}; images are read from files and data URLs, never fetched")
+    if "\0" in path:
+        raise SchemaError(f"image {number} is {path[:80]!r}; no path has a null byte")
     return ImageSource(None, path.removeprefix("file://"))
 
 
@@ -121,7 +123,7 @@ def check_images(sources: Sequence[ImageSource], folder: Path, text: str) -> lis
 
 
 def _checked(number: int, source: ImageSource, folder: Path) -> CheckedImage:
-    path = folder / Path(source.path).expanduser()
+    path = _path(number, source, folder)
     what = f"image {number}" if source.data is not None else f"image {number} ({path})"
     try:
         size = path.stat().st_size if source.data is None else len(source.data)
@@ -134,6 +136,13 @@ def _checked(number: int, source: ImageSource, folder: Path) -> CheckedImage:
     if source.data is None:
         return CheckedImage(str(path.resolve()), None, width, height)
     return CheckedImage(hashlib.sha256(data).hexdigest(), data, width, height)
+
+
+def _path(number: int, source: ImageSource, folder: Path) -> Path:
+    try:
+        return folder / Path(source.path).expanduser()
+    except RuntimeError as error:
+        raise SchemaError(f"image {number} is {source.path[:80]!r}, and that user has no home directory") from error
 
 
 def decoded(data: bytes, what: str) -> Any:
