@@ -324,6 +324,42 @@ def test_a_session_that_hides_the_update_starts_again_too():
     assert (len(begun), one.response_ids, one.weight_version) == (2, (12,) * 4, 1)
 
 
+def test_requests_that_a_session_makes_at_once_are_sent_with_those_of_the_others():
+    engine = Echo()
+
+    async def run(row, generate):
+        if len(row.prompt_ids) == 2:
+            several = await asyncio.gather(*(generate(row.prompt_ids) for _ in range(3)))
+            return [Trajectory.of(one) for one in several]
+        for _ in range(10):  # the requests of the other session are there first
+            await asyncio.sleep(0)
+        return [Trajectory.of(await generate(row.prompt_ids))]
+
+    ended = asyncio.run(run_sessions(SessionKind(run), refs(2, 3), engine, SAMPLING))
+    assert [len(one) for one in ended] == [3, 1]
+    ((sent, _),) = engine.calls
+    assert [uid for uid, *_ in sent] == ["p0", "p0/turn1", "p0/turn2", "p1"]
+
+
+def test_a_request_that_its_session_leaves_behind_is_not_sent():
+    engine, left = Echo(), []
+
+    async def run(row, generate):
+        if len(row.prompt_ids) == 2:
+            left.append(asyncio.ensure_future(generate(row.prompt_ids)))
+            await asyncio.sleep(0)
+            return [Trajectory(response_ids=(5,), response_mask=(False,), log_probs=(0.0,), weight_version=0)]
+        return [Trajectory.of(await generate(row.prompt_ids))]
+
+    async def body():
+        await run_sessions(SessionKind(run), refs(2, 3), engine, SAMPLING)
+        await asyncio.wait(left)
+
+    asyncio.run(body())
+    assert left[0].cancelled()
+    assert engine.calls == [([("p1", 0, (1, 2, 3))], 4)]
+
+
 def test_a_session_that_raises_fails_alone_and_names_the_place():
     async def session(row, generate):
         generation = await generate(row.prompt_ids)

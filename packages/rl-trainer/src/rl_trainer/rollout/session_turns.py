@@ -220,6 +220,7 @@ async def run_sessions(
 
 @dataclass(frozen=True, slots=True)
 class _Wait:
+    handle: _SessionHandle
     max_tokens: int
     stops: tuple[str, ...]
     request: GenerationRequest
@@ -229,8 +230,9 @@ class _Wait:
 class _RequestBatcher:
     """Collects the requests of all sessions, and sends them once every session waits.
 
-    A session may cancel its request, for instance at a time limit of its own. The requests of the
-    others are sent in tasks of the call, so they go on.
+    A session may wait for several at once, which are sent together. It may cancel its request, for
+    instance at a time limit of its own. The requests of the others are sent in tasks of the call,
+    so they go on.
     """
 
     def __init__(
@@ -274,6 +276,10 @@ class _RequestBatcher:
             raise
         except RLError as error:
             ended = error
+        finally:
+            for wait in self._waiting:
+                if wait.handle is handle:  # it ended without the answer
+                    wait.answer.cancel()
         return None if handle.aborted and self._broken is None else ended
 
     async def _run(self, kind: SessionKind, ref: SessionRef, handle: _SessionHandle) -> list[Trajectory]:
@@ -286,15 +292,18 @@ class _RequestBatcher:
         _check(ref, trajectories, self.sampling)
         return trajectories
 
-    async def generate(self, request: GenerationRequest, max_tokens: int, stops: tuple[str, ...]) -> Generation:
-        answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Wait(max_tokens, stops, request, answer))
-        self._serve_when_all_wait()
+    async def generate(
+        self, handle: _SessionHandle, request: GenerationRequest, max_tokens: int, stops: tuple[str, ...]
+    ) -> Generation:
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Generation] = loop.create_future()
+        self._waiting.append(_Wait(handle, max_tokens, stops, request, answer))
+        loop.call_soon(self._serve_when_all_wait)  # after what the session requests at the same time
         return await answer
 
     def _serve_when_all_wait(self) -> None:
         self._waiting = [wait for wait in self._waiting if not wait.answer.done()]  # others were cancelled
-        if not self._waiting or len(self._waiting) < self._running:
+        if not self._waiting or len({wait.handle for wait in self._waiting}) < self._running:
             return
         waiting, self._waiting = sorted(self._waiting, key=lambda wait: (wait.request.uid, wait.request.session)), []
         for limits in sorted({(wait.max_tokens, wait.stops) for wait in waiting}):
@@ -378,7 +387,7 @@ class _SessionHandle:
         request = request_of_turn(ref.uid, ref.session, turn, context, ref.images)
         if not self.aborted:
             stops = msgspec.structs.replace(self._batcher.sampling, stop=(*self.stop, *stop)).stop  # checks them
-            generation = await self._batcher.generate(request, max_tokens or self.response_length, stops)
+            generation = await self._batcher.generate(self, request, max_tokens or self.response_length, stops)
             if self._batcher.sampling.routed_experts:
                 _check_routed(generation, len(context), f"Session {ref.session} of prompt {ref.uid!r}")
             if not self._batcher.restart or generation.finish_reason != "abort":
