@@ -22,6 +22,7 @@ from rl_protocol.rl_columns import TRAIN_PARTITION
 from rl_protocol.testing.bigram_model import CONTEXT, WEIGHT, BigramEngine, initial_table, log_softmax
 from rl_protocol.testing.memory_data_plane import MemoryDataPlane
 from rl_trainer import PromptRow, RolloutWorker
+from rl_trainer.rollout.partial_generation import MAX_ABORTS
 from rl_trainer.rollout.serving import Endpoint, EndpointConfig, agent_session, over_engine
 from rl_trainer.workers.messages import Partition, RolloutCall
 
@@ -435,6 +436,25 @@ def test_an_interrupted_generation_continues_and_each_token_has_its_version_and_
         for version, last, token in zip(choice["weight_versions"], before, before[1:], strict=False)
     ]
     assert recorded.log_probs == pytest.approx(by_hand)
+
+
+def test_a_request_that_is_aborted_too_often_before_its_first_token_can_be_sent_again():
+    class Updated(BigramEngine):
+        async def generate(self, requests, params):
+            return [Generation(response_ids=(), log_probs=(), finish_reason="abort", weight_version=0)] * len(requests)
+
+    async def body():
+        config = EndpointConfig(model="bigram", context=CONTEXT, sampling=SAMPLING, key=KEY.encode())
+        async with (
+            asyncio.timeout(DEADLINE_S),
+            Endpoint(config) as endpoint,
+            endpoint.session((2, 3), over_engine(Updated(), SAMPLING, "p7")) as session,
+        ):
+            return *await post(session, "completions", {"prompt": [2, 3]}), session.recorder.trajectories()
+
+    status, answer, recorded = asyncio.run(body())
+    assert (status, recorded) == (503, [])
+    assert f"{MAX_ABORTS + 1} times before its first token" in answer["error"]["message"]
 
 
 def test_an_engine_that_fails_or_is_late_is_said_to():

@@ -287,6 +287,11 @@ class Endpoint:
             lambda made: tokens_until_stop(made, self._plain, stops),
         )
         ids = tuple(token for part in parts for token in part.response_ids)
+        if not ids:
+            raise RolloutError(
+                f"The engine ended the response {len(parts)} times before its first token, the last time with the "
+                f"finish reason {finish!r}; updates of the weights do so. Send the request again."
+            )
         log_probs = tuple(value for part in parts for value in part.log_probs)
         versions = tuple(part.weight_version for part in parts for _ in part.response_ids)
         sets = KeptSets.joined((len(part.response_ids), part.kept) for part in parts)
