@@ -120,13 +120,10 @@ class Scripted:
         return [Generation(response_ids=ids, log_probs=(0.0,) * len(ids), finish_reason="stop", weight_version=0)]
 
 
-def converse(one, *turns, **limits):
-    agent = ToolAgent([ToolKind(Shelf)], "llama3_json", Limits(**limits), {"teacher": InteractionKind(Teacher)})
-    out = asyncio.run(
-        run_sessions(
-            agent.session, [SessionRef("p", 0, one)], Scripted(*turns), SamplingParams(max_new_tokens=400), LETTERS
-        )
-    )
+def converse(one, *turns, dialect="llama3_json", stop=(), **limits):
+    agent = ToolAgent([ToolKind(Shelf)], dialect, Limits(**limits), {"teacher": InteractionKind(Teacher)})
+    sampling = SamplingParams(max_new_tokens=400, stop=stop)
+    out = asyncio.run(run_sessions(agent.session, [SessionRef("p", 0, one)], Scripted(*turns), sampling, LETTERS))
     (trajectories,) = out
     if isinstance(trajectories, RolloutError):
         raise trajectories
@@ -144,6 +141,15 @@ def test_an_interaction_replies_until_it_ends_the_conversation():
     assert (stats.turns, stats.tool_calls, stats.finish) == (3, 1, "stop")
     assert converse(row(), "41")[1].turns == 1  # without an interaction the first answer ends it
     assert converse(asked, "41", "40", turns=2)[1].finish == "turns"
+
+
+def test_a_turn_that_a_stop_string_ended_is_closed_by_what_follows_it():
+    """GLM-4.5 ends a turn with the mark of the next one."""
+    asked = row(interaction_kwargs={"name": "teacher", "answer": "42"})
+    call = "<tool_call>shelf<arg_key>word</arg_key><arg_value>w</arg_value></tool_call>"
+    seen, _ = converse(asked, "41;", f"{call};", "42", dialect="glm45", stop=(";",))
+    response = "\n<tool_response>\nw\n</tool_response>"
+    assert seen == f"<|user|>\nAgain.<|assistant|><|observation|>{response}<|assistant|>"
 
 
 def test_an_interaction_that_does_not_answer_fails_the_session(monkeypatch):

@@ -21,6 +21,7 @@ from rl_protocol.ports import Generation, SamplingParams
 from rl_trainer import PromptRow, Tokenizer
 from rl_trainer.data.prompt_rows import Message
 from rl_trainer.rollout.agents import ToolAgent, ToolKind
+from rl_trainer.rollout.agents.dialects.names import DIALECTS
 from rl_trainer.rollout.agents.interactions import InteractionKind
 from rl_trainer.rollout.serving import FolderChatTokenizer, agent_session
 from rl_trainer.rollout.session_turns import SessionRef, run_sessions
@@ -147,6 +148,13 @@ def test_each_context_of_a_tool_session_begins_with_all_before_it(name, manner):
     made = [token for token, mine in zip(one.response_ids, one.response_mask, strict=True) if mine]
     assert made == [token for turn in engine.turns for token in turn]
     assert (one.stats.turns, one.stats.tool_calls, one.stats.tool_errors) == (3, 1, 0)
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_a_dialect_knows_the_ends_of_turns(name):
+    family = CHAT_FAMILIES[name]
+    dialect = DIALECTS[family.dialect]
+    assert (dialect.end, dialect.text_end) == (family.call_end or family.end, family.end)
 
 
 @pytest.mark.parametrize("name", [name for name in WITH_TOOLS if name != "deepseek_r1"])

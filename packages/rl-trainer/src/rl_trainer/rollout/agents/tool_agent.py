@@ -85,8 +85,9 @@ class ToolAgent:
                 if said is None:
                     finish = "stop"
                     break
-                cut = any(stop in text for stop in generate.stop)
-                ids = generate.tokenizer.encode(_as_utf8(self._dialect.end + said if cut else said))
+                if any(stop in text for stop in generate.stop):  # it has no end
+                    said = (self._dialect.end if now else self._dialect.text_end) + said
+                ids = generate.tokenizer.encode(_as_utf8(said))
                 told += len(ids)
                 finish = self._no_room(told, transcript.left - len(ids))
                 if finish is None:

@@ -46,7 +46,12 @@ class Dialect(Protocol):
 
     @property
     def end(self) -> str:
-        """What ends a turn of the policy; put after a turn that a stop string ended before it."""
+        """What ends a turn with calls; put after a turn that a stop string ended before it."""
+        ...
+
+    @property
+    def text_end(self) -> str:
+        """What ends a turn without calls, before `message`; put as `end`."""
         ...
 
     def calls(self, text: str) -> Sequence[Call | Malformed]:
@@ -96,6 +101,10 @@ class Hermes:
     def end(self) -> str:
         return self.markup.end
 
+    @property
+    def text_end(self) -> str:
+        return self.end
+
     def calls(self, text: str) -> list[Call | Malformed]:
         found: list[Call | Malformed] = []
         for part in text.split("<tool_call>")[1:]:
@@ -125,6 +134,10 @@ class PlainJSON:
     @property
     def end(self) -> str:
         return self.markup.end
+
+    @property
+    def text_end(self) -> str:
+        return self.end
 
     def calls(self, text: str) -> list[Call | Malformed]:
         bare = text.strip()

@@ -27,6 +27,10 @@ class DeepSeekV3:
     def end(self) -> str:
         return "<｜end▁of▁sentence｜>"
 
+    @property
+    def text_end(self) -> str:
+        return self.end
+
     def calls(self, text: str) -> list[Call | Malformed]:
         return [_call(part) for part in text.split(_BEGIN)[1:]]
 

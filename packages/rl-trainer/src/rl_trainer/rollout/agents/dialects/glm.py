@@ -26,6 +26,10 @@ class GLM45:
         """What follows a call: the model ends a turn with the mark of the next one."""
         return "<|observation|>"
 
+    @property
+    def text_end(self) -> str:
+        return "<|user|>"
+
     def calls(self, text: str) -> list[Call | Malformed]:
         return [_call(part) for part in text.split("<tool_call>")[1:]]
 

@@ -30,6 +30,10 @@ class GptOss:
     def end(self) -> str:
         return "<|call|>"
 
+    @property
+    def text_end(self) -> str:
+        return "<|return|>"
+
     def calls(self, text: str) -> list[Call | Malformed]:
         starts = list(_START.finditer(text))
         if not starts:

@@ -26,6 +26,10 @@ class KimiK2:
     def end(self) -> str:
         return "<|im_end|>"
 
+    @property
+    def text_end(self) -> str:
+        return self.end
+
     def calls(self, text: str) -> list[Call | Malformed]:
         return [_call(part) for part in text.split(_BEGIN)[1:]]
 

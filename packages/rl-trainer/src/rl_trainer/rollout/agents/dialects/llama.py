@@ -52,6 +52,10 @@ class Llama3JSON:
     def end(self) -> str:
         return _END
 
+    @property
+    def text_end(self) -> str:
+        return self.end
+
     def calls(self, text: str) -> list[Call | Malformed]:
         body = text.strip().removeprefix(_TAGS[0]).strip()
         if not body.startswith("{") or '"name"' not in body:
@@ -89,6 +93,10 @@ class Pythonic:
     @property
     def end(self) -> str:
         return _END
+
+    @property
+    def text_end(self) -> str:
+        return self.end
 
     def calls(self, text: str) -> list[Call | Malformed]:
         bare = text

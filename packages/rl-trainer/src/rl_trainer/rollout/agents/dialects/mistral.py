@@ -30,6 +30,10 @@ class Mistral:
     def end(self) -> str:
         return "</s>"
 
+    @property
+    def text_end(self) -> str:
+        return self.end
+
     def calls(self, text: str) -> list[Call | Malformed]:
         if _MARK not in text:
             return _named(text) if _NAMED.match(text) else PlainJSON().calls(text)

@@ -25,6 +25,10 @@ class Qwen3Coder:
     def end(self) -> str:
         return self.markup.end
 
+    @property
+    def text_end(self) -> str:
+        return self.end
+
     def calls(self, text: str) -> list[Call | Malformed]:
         return [_call(part) for part in text.split("<tool_call>")[1:]]
 
