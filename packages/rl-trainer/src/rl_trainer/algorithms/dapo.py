@@ -19,7 +19,8 @@ def informative_prompts(keys: Sequence[RowKey], metric: FloatArray) -> list[str]
     """Uids of the prompts whose sessions differ in `metric` [N] (section 3.2).
 
     In order of first appearance. Only the last trajectory of a session counts. A prompt with one
-    session is kept, because there is nothing to compare it with.
+    session, such as one whose others failed, is left out like one whose sessions are all equal: its
+    advantage within the group is 0.
     """
     final: dict[tuple[str, int], tuple[int, float]] = {}
     for key, value in zip(keys, metric.tolist(), strict=True):
@@ -29,7 +30,7 @@ def informative_prompts(keys: Sequence[RowKey], metric: FloatArray) -> list[str]
     values: dict[str, list[float]] = {}
     for (uid, _), (_, value) in final.items():
         values.setdefault(uid, []).append(value)
-    return [uid for uid, items in values.items() if len(items) == 1 or min(items) < max(items)]
+    return [uid for uid, items in values.items() if min(items) < max(items)]
 
 
 @dataclass(frozen=True, kw_only=True)
