@@ -46,6 +46,8 @@ LETTERS = Tokenizer(
 # -- parsing of calls
 ADD = '{"name": "add", "arguments": {"a": 1, "b": [2]}}'
 ADDED = Call("add", {"a": 1, "b": [2]})
+TAGS = '{"name": "write", "arguments": {"text": "<tool_call>{}</tool_call>"}}'
+TAGGED = Call("write", {"text": "<tool_call>{}</tool_call>"})
 
 
 @pytest.mark.parametrize(
@@ -62,6 +64,9 @@ ADDED = Call("add", {"a": 1, "b": [2]})
         (f"<tool_call>{ADD[:-1]}</tool_call>", ["not JSON"]),
         (f"<tool_call>{ADD}<tool_call>{ADD}</tool_call>", ["not followed by", ADDED]),
         ("<tool_call></tool_call>", ["not JSON"]),
+        (f"<tool_call>{TAGS}</tool_call><tool_call>\n{TAGS}\n</tool_call>", [TAGGED, TAGGED]),
+        (f"<tool_call>{TAGS}<tool_call>{ADD}</tool_call>", ["not followed by", ADDED]),
+        (f"<tool_call>{TAGS}!</tool_call>{ADD}<tool_call>{TAGS}", ["not JSON", "not followed by"]),
         ("<tool_call>add(1, 2)</tool_call>", ["not JSON"]),
         ('<tool_call>["add"]</tool_call>', ["a call is"]),
         ('<tool_call>{"arguments": {}}</tool_call>', ["`name`"]),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -82,6 +84,9 @@ class Markup:
         return self.opening + text + self.closing
 
 
+_OPENING, _CLOSING = "<tool_call>", "</tool_call>"
+_SPACE = re.compile(r"\s*")
+_DECODER = json.JSONDecoder()
 CHATML = Markup(opening="\n<|im_start|>user\n", closing="<|im_end|>\n<|im_start|>assistant\n", end="<|im_end|>")
 """Qwen and its relatives."""
 
@@ -89,7 +94,7 @@ CHATML = Markup(opening="\n<|im_start|>user\n", closing="<|im_end|>\n<|im_start|
 @dataclass(frozen=True, slots=True)
 class Hermes:
     """`<tool_call>{"name": .., "arguments": {..}}</tool_call>`, as often as wanted, among other
-    text.
+    text. The texts of the JSON may have such tags in them.
 
     >>> Hermes().calls('So: <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     [Call(tool='add', arguments={'a': 1}, as_text=False)]
@@ -107,9 +112,11 @@ class Hermes:
 
     def calls(self, text: str) -> list[Call | Malformed]:
         found: list[Call | Malformed] = []
-        for part in text.split("<tool_call>")[1:]:
-            body, end, _ = part.partition("</tool_call>")
-            found.append(_call(body) if end else Malformed("<tool_call> is not followed by </tool_call>"))
+        start = text.find(_OPENING)
+        while start >= 0:
+            body, place = _tagged(text, start + len(_OPENING))
+            found.append(Malformed(f"{_OPENING} is not followed by {_CLOSING}") if body is None else _call(body))
+            start = text.find(_OPENING, place)
         return found
 
     def observation(self, answers: Sequence[Answer]) -> str:
@@ -157,6 +164,21 @@ class PlainJSON:
 
     def message(self, text: str) -> str:
         return self.markup.around(text)
+
+
+def _tagged(text: str, start: int) -> tuple[str | None, int]:
+    """What is between a tag that ends at `start` and its closing tag, and the place after that;
+    None: it has none before the next tag.
+    """
+    space = _SPACE.match(text, start)
+    assert space is not None, "it matches anywhere"
+    try:
+        end = _DECODER.raw_decode(text, space.end())[1]
+    except (ValueError, RecursionError):
+        end = start
+    again = text.find(_OPENING, end)
+    closing = text.find(_CLOSING, end, again if again >= 0 else len(text))
+    return (None, end) if closing < 0 else (text[start:closing], closing + len(_CLOSING))
 
 
 class _Written(msgspec.Struct, frozen=True):
