@@ -54,6 +54,7 @@ from rl_megatron_peft.peft.adapter_folder import read_adapter
 from rl_megatron_peft.peft.checkpoint_folders import new_folder
 from rl_megatron_peft.peft.lora_config import LoraConfig
 from rl_protocol import BatchData, ConfigError, OutputError, RaggedColumn
+from rl_protocol.errors import message_of
 from rl_protocol.torch import tensor_digest
 
 OutputLoss = Callable[[BatchData, MiniBatchCounts, torch.Tensor], tuple[torch.Tensor, MetricSums]]
@@ -326,15 +327,20 @@ class MegatronLearner(ABC, Generic[LossFn]):
         """Write what `export` copies into a new folder, which appears complete or not at all.
 
         Raises:
-            OutputError: on every rank, if the first one could not write.
+            OutputError: the folder can't be written; on the other ranks whatever the first one
+                raises.
         """
-        write, problem = self.export(), ""
+        write = self.export()
+        failure: Exception | None = None
         if dist.get_rank() == 0:
             try:
                 new_folder(path, write)
-            except OSError as error:
-                problem = str(error)
+            except Exception as error:  # noqa: BLE001 - raised below, once the other ranks know
+                failure = error
+        problem = "" if failure is None else message_of(failure) or type(failure).__name__
         problem = str(all_gather_json(problem, self.ranks.device)[0])
+        if failure is not None:
+            raise failure
         if problem:
             raise OutputError(problem, path=str(path))
 
