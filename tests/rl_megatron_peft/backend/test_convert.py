@@ -71,14 +71,15 @@ def test_a_trained_dora_adapter_goes_both_ways(convert, open_rank, models, progr
 
     base, fused = models / "qwen2", kind == "fused-dora"
     with open_rank() as ranks:
-        policy = program.policy_of(base, ranks, kind)
+        policy = program.policy_of(base, ranks, kind, 0.25)
         for step in range(2):
             policy.update(program.batch_of(4, step), temperature=1.0)
         save_checkpoint(policy, tmp_path / "resume")
         want = peft_tensors(policy.adapter())
     convert(tmp_path / "resume", tmp_path / "peft", to="peft", base=base)
     written = read_adapter(tmp_path / "peft")
-    assert (written.config.use_dora, written.config.rank, written.config.alpha) == (True, 3, 6.0)
+    config = written.config
+    assert (config.use_dora, config.rank, config.alpha, config.dropout) == (True, 3, 6.0, 0.25)
     assert peft_tensors(written) == want
     assert all(parts.keys() == {"a", "b", "magnitude"} for parts in want.values())
     convert(tmp_path / "peft", tmp_path / "again", to="resume", base=base, fused=fused)
@@ -88,7 +89,8 @@ def test_a_trained_dora_adapter_goes_both_ways(convert, open_rank, models, progr
         assert peft_tensors(fresh.adapter()) == want
         assert fresh.optimizer.steps == 0
     convert(tmp_path / "again", tmp_path / "back", to="peft", base=base)
-    assert peft_tensors(read_adapter(tmp_path / "back")) == want
+    back = read_adapter(tmp_path / "back")
+    assert (peft_tensors(back), back.config) == (want, config)
 
 
 def test_a_dora_adapter_that_peft_wrote_means_the_same_to_peft_after_all_formats(convert, models, tmp_path):

@@ -75,6 +75,7 @@ def _publish(learner: MegatronLearner[Any], scratch: Path, path: Path) -> None:
     manifest = {
         "format": FORMAT,
         **learner.manifest_fields(),
+        **({} if learner.lora is None else {"dropout": learner.lora.dropout}),  # a later run may have another
         "steps": learner.optimizer.steps,
         "updates": learner.updates,
     }

@@ -19,6 +19,7 @@ from rl_megatron_peft.backend.policy import MegatronPolicyBackend
 from rl_megatron_peft.backend.resume import load_checkpoint, save_checkpoint
 from rl_megatron_peft.backend.train.mini_batches import MetricSums, MiniBatchCounts
 from rl_megatron_peft.backend.train.settings import TrainSettings
+from rl_megatron_peft.base_model.experts import ExpertParameter
 from rl_megatron_peft.base_model.layout import Layout
 from rl_megatron_peft.errors import bad_file
 from rl_megatron_peft.peft.adapter_folder import Adapter
@@ -35,7 +36,9 @@ def adapter_to_resume(adapter: Adapter, target: Path, base: Path, *, fused: bool
         ConfigError: the base model is not supported.
         OutputError: `target` exists or can't be written.
     """
-    config = dataclasses.replace(adapter.config, dropout=0.0)  # nothing is trained
+    config = adapter.config
+    if any(ExpertParameter.parse(name) for name in adapter.pairs):  # these have no dropout in training
+        config = dataclasses.replace(config, dropout=0.0)
     with _open_policy(base, config, fused=fused) as policy:
         scatter_adapter(
             adapter,

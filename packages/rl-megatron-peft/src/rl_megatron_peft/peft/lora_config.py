@@ -78,7 +78,7 @@ class LoraConfig:
 
     @classmethod
     def from_manifest(cls, fields: Mapping[str, Any]) -> LoraConfig:
-        """Rebuild the settings from `manifest_fields`, which do not include dropout.
+        """Rebuild the settings from `manifest_fields` and, if it is there, the field `dropout`.
 
         Raises:
             KeyError, TypeError, ValueError: a field is missing or wrong.
@@ -86,6 +86,7 @@ class LoraConfig:
         return cls(
             rank=fields["rank"],
             alpha=fields["alpha"],
+            dropout=fields.get("dropout", 0.0),
             target_modules=_modules_from_json(fields["target_modules"]),
             exclude=_modules_from_json(fields["exclude"]),
             use_dora=fields["use_dora"],
