@@ -233,6 +233,18 @@ def test_ctrl_c_during_imports_waits_for_their_end():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_sigterm_during_imports_waits_for_their_end():
+    arrived = list[str]()
+    before = signal.signal(signal.SIGTERM, lambda number, frame: arrived.append("arrived"))
+    try:
+        with interrupts_deferred():
+            signal.raise_signal(signal.SIGTERM)
+            assert arrived == []
+        assert arrived == ["arrived"]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_ctrl_c_that_is_ignored_stays_ignored_during_imports():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

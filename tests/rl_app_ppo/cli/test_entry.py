@@ -1,4 +1,4 @@
-"""The entry points: Ctrl-C while they import ends the process without a traceback."""
+"""The entry points: a signal while they import ends the process without a traceback."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from importlib.abc import MetaPathFinder
 class Interrupt(MetaPathFinder):
     def find_spec(self, fullname, path, target=None):
         if fullname == {module!r}:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.{name})
             raise SystemExit("still there")
 
 sys.meta_path.insert(0, Interrupt())
@@ -35,20 +35,52 @@ def python(code):
 
 
 @pytest.mark.parametrize(
-    ("entry", "module"), [("rl", "rl_app_ppo.cli.rl"), ("rl", "omegaconf"), ("main", "rl_app_ppo.cli.main")]
+    ("entry", "module", "name"),
+    [
+        ("rl", "rl_app_ppo.cli.rl", "SIGINT"),
+        ("rl", "omegaconf", "SIGTERM"),
+        ("main", "rl_app_ppo.cli.main", "SIGHUP"),
+    ],
 )
-def test_ctrl_c_during_imports_prints_one_line(entry, module):
-    done = python(INTERRUPTED_AT.format(module=module, entry=entry))
-    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "interrupted\n")
+def test_a_signal_during_imports_prints_one_line(entry, module, name):
+    done = python(INTERRUPTED_AT.format(module=module, entry=entry, name=name))
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.Signals[name], "", "interrupted\n")
 
 
-def test_the_handler_is_as_before_when_the_command_starts():
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_during_a_command_is_its_interruption(name):
     done = python(
-        "import signal\nbefore = signal.getsignal(signal.SIGINT)\nimport rl_app_ppo.cli.rl as module\n"
-        "module.app = lambda: print(signal.getsignal(signal.SIGINT) is before is signal.default_int_handler)\n"
-        "from rl_app_ppo.cli.entry import rl\nrl()"
+        "import signal, rl_app_ppo.cli.rl as module\n"
+        "from rl_app_ppo.cli.entry import rl\nfrom rl_app_ppo.cli.exit_codes import exit_code\n"
+        f"work = lambda: signal.raise_signal(signal.{name})\n"
+        "module.app = lambda: exit(exit_code(work, module._err()))\nrl()"
     )
-    assert (done.stdout, done.stderr) == ("True\n", "")
+    assert (done.returncode, done.stderr) == (130, "interrupted; everything written so far is kept\n")
+
+
+def test_a_signal_after_a_command_prints_one_line():
+    done = python(
+        "import signal, rl_app_ppo.cli.rl as module\nfrom rl_app_ppo.cli.entry import rl\n"
+        "module.app = lambda: None\nrl()\nsignal.raise_signal(signal.SIGINT)"
+    )
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "interrupted\n")
+
+
+def test_a_signal_that_is_ignored_stays_ignored():
+    done = python(
+        "import signal, rl_app_ppo.cli.rl as module\nfrom rl_app_ppo.cli.entry import rl\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+        "module.app = lambda: signal.raise_signal(signal.SIGHUP)\nrl()"
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_signals_are_handled_before_other_modules_are_imported():
+    done = python(
+        "import sys\nbefore = set(sys.modules)\nimport rl_app_ppo.cli.entry\n"
+        "print(sorted(name for name in {*sys.modules} - before if not name.startswith('rl_app_ppo')))"
+    )
+    assert (done.stdout, done.stderr) == ("['__future__']\n", "")
 
 
 def test_the_package_imports_its_names_on_first_use():

@@ -4,9 +4,7 @@ Importing the package alone takes milliseconds; its names are imported on first 
 command `rl` can handle Ctrl-C from its first moment.
 """
 
-import importlib
-
-TYPE_CHECKING = False  # importing typing takes longer than all else before Ctrl-C is handled
+TYPE_CHECKING = False  # importing typing, as importlib, takes longer than all else before Ctrl-C is handled
 if TYPE_CHECKING:
     from rl_app_ppo.api.result import TrainResult
     from rl_app_ppo.api.train import train
@@ -27,6 +25,8 @@ _HOMES = {
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 

@@ -88,7 +88,7 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def interrupts_deferred() -> Generator[None]:
-    """Let Ctrl-C within take effect at the end: for imports, which it would leave half done.
+    """Let signals within take effect at the end: for imports, which they would leave half done.
 
     Ray that is half imported prints a traceback when the process ends.
 
@@ -99,17 +99,19 @@ def interrupts_deferred() -> Generator[None]:
         yield
         return
     arrived: list[tuple[int, FrameType | None]] = []
-    before = signal.getsignal(signal.SIGINT)
-    if not callable(before):  # ignored, or not installed from Python
-        yield
-        return
-    signal.signal(signal.SIGINT, lambda number, frame: arrived.append((number, frame)))
+    found = {number: signal.getsignal(number) for number in _SIGNALS}
+    # the others end the process at once, are ignored, or were not installed from Python
+    before = {number: handler for number, handler in found.items() if callable(handler)}
+    for number in before:
+        signal.signal(number, lambda number, frame: arrived.append((number, frame)))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         if arrived:
-            before(*arrived[0])
+            number, frame = arrived[0]
+            before[signal.Signals(number)](number, frame)
 
 
 @contextmanager

@@ -1,72 +1,52 @@
-"""The entry points: `rl`, and `uv run apps/ppo`. Imports nothing before Ctrl-C is handled."""
+"""The entry points: `rl`, and `uv run apps/ppo`. Imports nothing before signals are handled."""
 
 from __future__ import annotations
 
-import io
 import os
-import signal
-import sys
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
+
+TYPE_CHECKING = False  # see the package
+if TYPE_CHECKING:
+    import signal
+else:
+    import _signal as signal  # built in; `signal` imports other modules for longer than Python starts
 
 
 def rl() -> None:
     """Run the command `rl`."""
-    with _interrupts_end_the_process():
-        from rl_app_ppo.cli.rl import main as run
-    with _forgiving_output():
+    end_at_signals()
+    from rl_app_ppo.cli.rl import main as run
+    from rl_app_ppo.cli.standard_streams import forgiving_output
+
+    with forgiving_output():
         run()
 
 
 def main() -> None:
     """Run the command line of `uv run apps/ppo`."""
-    with _interrupts_end_the_process():
-        from rl_app_ppo.cli.main import main as run
-    with _forgiving_output():
-        sys.exit(run())
+    end_at_signals()
+    from rl_app_ppo.cli.main import main as run
+    from rl_app_ppo.cli.standard_streams import forgiving_output
+
+    with forgiving_output():
+        raise SystemExit(run())
 
 
-@contextmanager
-def _interrupts_end_the_process() -> Generator[None]:
-    """Ctrl-C ends the process at once and without a traceback, as long as it only imports."""
-    handler = signal.getsignal(signal.SIGINT)
-    if handler is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _end)
-    yield
-    signal.signal(signal.SIGINT, handler)
+def end_at_signals() -> None:
+    """Have Ctrl-C, SIGTERM and SIGHUP end the process at once and without a traceback.
+
+    They do so while it imports, and at its end; `exit_code` handles them during a command.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):  # else a caller's, or ignored
+            signal.signal(number, end)
 
 
-def _end(number: int, frame: object) -> None:
+def end(number: int, frame: object) -> None:
     """Die of the signal, which a shell reports as 130; imports may catch what a handler raises."""
     del frame
-    with suppress(OSError):
+    try:  # noqa: SIM105 - contextlib may be half imported
         os.write(2, b"interrupted\n")
+    except OSError:
+        pass
     signal.signal(number, signal.SIG_DFL)
     signal.raise_signal(number)
-
-
-@contextmanager
-def _forgiving_output() -> Generator[None]:
-    """Print what can be printed, without a traceback for the rest.
-
-    Characters that the terminal's encoding lacks are printed as `?`. A standard stream that the
-    caller has closed (`>&-`) is opened as the null device, so that no other file gets its number.
-    What can't be written at the end is discarded.
-    """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:
-            os.dup2(os.open(os.devnull, os.O_RDWR), number)
-            os.set_inheritable(number, True)
-            setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8"))
-    streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, io.TextIOWrapper)]
-    for stream in streams:
-        if stream.errors == "strict":
-            stream.reconfigure(errors="replace")
-    try:
-        yield
-    finally:
-        for stream in streams:
-            try:
-                stream.flush()
-            except OSError:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -16,6 +16,7 @@ from types import FrameType
 from rich.console import Console
 from rich.text import Text
 
+from rl_app_ppo.cli.entry import end
 from rl_protocol import ConfigError, OutputError, RLError
 
 SAME_S = 1.0
@@ -25,27 +26,29 @@ INTERRUPTED = 130
 
 def exit_code(work: Callable[[], int], err: Console) -> int:
     """The exit code that the work returns, or that of its error, which is printed."""
-    try:
-        with _interrupts_counted_once():
+    with _interrupts_counted_once():
+        try:
             return work()
-    except RLError as error:
-        wrong_input = isinstance(error, ConfigError | OutputError)
-        err.print(Text(f"{'error' if wrong_input else 'the run failed'}: {error}"), soft_wrap=True)
-        return 2 if wrong_input else 1
-    except KeyboardInterrupt:
-        err.print(Text("interrupted; everything written so far is kept"))
-        return INTERRUPTED
+        except RLError as error:
+            wrong_input = isinstance(error, ConfigError | OutputError)
+            err.print(Text(f"{'error' if wrong_input else 'the run failed'}: {error}"), soft_wrap=True)
+            return 2 if wrong_input else 1
+        except KeyboardInterrupt:
+            err.print(Text("interrupted; everything written so far is kept"))
+            return INTERRUPTED
 
 
 @contextmanager
 def _interrupts_counted_once() -> Generator[None]:
-    """Raise KeyboardInterrupt once for a Ctrl-C that arrives twice.
+    """Raise KeyboardInterrupt for Ctrl-C, SIGTERM and SIGHUP, and once for two within SAME_S.
 
-    A terminal sends it to `uv run` and to this process, and `uv run` forwards it; the second one
-    would interrupt the clean-up after the first.
+    A terminal sends them to `uv run` and to this process, and `uv run` forwards them; the second
+    one would interrupt the clean-up after the first. SIGTERM and SIGHUP are left alone in a process
+    that is not the command line's.
     """
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    ours = {number: handler for number, handler in handlers.items() if handler in (end, signal.default_int_handler)}
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     last = -SAME_S
@@ -57,8 +60,10 @@ def _interrupts_counted_once() -> Generator[None]:
             last = now
             signal.default_int_handler(number, frame)
 
-    signal.signal(signal.SIGINT, interrupt)
+    for number in ours:
+        signal.signal(number, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in ours.items():
+            signal.signal(number, handler)
