@@ -63,5 +63,7 @@ def test_a_run_is_measured_and_leaves_nothing(tmp_path: Path, demo_models: Path)
     assert speed["tokens_per_s"] > 0
     assert {"gen", "update_actor"} <= speed["stages"].keys()
     assert "step 1/3" in done.stderr
+    assert "/checkpoint" not in done.stderr
+    assert "validation accuracy" not in done.stderr
     assert list((tmp_path / "tmp").iterdir()) == []
     assert [path.name for path in tmp_path.iterdir()] == ["tmp"]

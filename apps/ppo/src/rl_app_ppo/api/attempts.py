@@ -54,6 +54,8 @@ class Attempts:
     """Of the first attempt."""
     fork_server: ForkServer | None
     """Of the first attempt; see RunPlan."""
+    steps_only: bool
+    """See RunPlan."""
 
     def make(self, death: Death | None) -> Recorder:
         """Train to the end of the run.
@@ -111,6 +113,7 @@ class Attempts:
                 plugins=self.plugins,
                 restarts=self.restarts,
                 fork_server=fork_server,
+                steps_only=self.steps_only,
             )
             if config.trainer.live_panel:
                 stack.enter_context(live_panel(files.folder, screen))

@@ -46,6 +46,7 @@ def launch(
     variables: Mapping[str, str] | None = None,
     *,
     before_s: float | None = None,
+    steps_only: bool = False,
 ) -> TrainResult:
     """Train as configured, and print progress and outcome.
 
@@ -55,6 +56,7 @@ def launch(
         out: where to print.
         variables: environment variables of the run, besides Ray's.
         before_s: seconds since the command was given; None: the call is the start.
+        steps_only: as in RunPlan.
 
     Raises:
         RLError: as `training.run_training`.
@@ -64,4 +66,4 @@ def launch(
         with startup.phase("imports", "importing libraries"), interrupts_deferred():
             # imports Ray, which reads the settings above at import
             from rl_app_ppo.api.training import run_training
-        return run_training(config, plugins, out, startup, fork_server)
+        return run_training(config, plugins, out, startup, fork_server, steps_only=steps_only)

@@ -39,7 +39,13 @@ from rl_transferqueue.journal.disk_journal import remove_journal
 
 @full_keys_in_errors()
 def run_training(
-    config: AppConfig, plugins: PluginPolicy, out: Console, startup: Startup, fork_server: ForkServer | None
+    config: AppConfig,
+    plugins: PluginPolicy,
+    out: Console,
+    startup: Startup,
+    fork_server: ForkServer | None,
+    *,
+    steps_only: bool = False,
 ) -> TrainResult:
     """Train as configured, and print the outcome.
 
@@ -49,6 +55,7 @@ def run_training(
         out: where to print.
         startup: times the phases until the first step.
         fork_server: see RunPlan.
+        steps_only: see RunPlan.
 
     Raises:
         RLError: the run failed. A run that is refused before its first step leaves no folder; any
@@ -83,6 +90,7 @@ def run_training(
         screen=screen,
         startup=startup,
         fork_server=fork_server,
+        steps_only=steps_only,
     )
     with occupied(files.folder), _removed_if_refused(created, files), _reported(files, screen):
         settings = plane_settings(config, files)

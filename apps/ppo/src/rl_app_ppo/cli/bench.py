@@ -38,7 +38,7 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
 def bench(
     words: Sequence[str], config_file: Path | None, steps: int, plugins: PluginPolicy, out: Console, before_s: float
 ) -> Speed:
-    """Train one step more than `steps` in a temporary folder, without validation.
+    """Train one step more than `steps` in a temporary folder, without validation and checkpoints.
 
     Args:
         words: overrides.
@@ -62,7 +62,8 @@ def bench(
             "trainer.test_freq=0",
             "trainer.val_before_train=false",
         )
-        result = launch(load_config((*words, *own), config_file), plugins, out, before_s=before_s)
+        config = load_config((*words, *own), config_file)
+        result = launch(config, plugins, out, before_s=before_s, steps_only=True)
         return speed_of(result.history)
 
 

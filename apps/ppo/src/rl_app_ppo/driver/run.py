@@ -65,6 +65,8 @@ class RunPlan(ProcessPlan):
     """What the driver records."""
     restarts: RestartPolicy
     """As in ProcessPlan; always there."""
+    steps_only: bool = False
+    """Whether the run only trains, without validation, checkpoints and a final model."""
 
     @property
     def last_step(self) -> int | None:
@@ -111,8 +113,10 @@ async def run(plan: RunPlan, screen: Screen, startup: Startup) -> Recorder:
             for sink in (JSONLSink(files.metrics), *open_sinks(loggers, facts)):
                 sinks.append(stack.enter_context(closing(sink)))
             data = open_data(config, started.model_path)
+            if plan.steps_only:
+                data = {"train": data["train"]}
         recorder.problems = {"validation": len(data.get("val", ())), "training": config.data.train_batch_size}
-        if about := about_validation(config, data):
+        if not plan.steps_only and (about := about_validation(config, data)):
             screen.note(about)
         hooks = {
             **named_hooks(config.trainer.hooks),
@@ -179,6 +183,8 @@ async def _train(
     finally:
         startup.end()
         recorder.write_curve(files.curve)
+    if plan.steps_only:
+        return
     temporary = files.folder / UNPUBLISHED
     await trainer.save(temporary)
     publish_folder(temporary, files.checkpoint)
@@ -285,9 +291,10 @@ def _trainer_parts(
         old_log_prob_tolerance=config.algorithm.old_log_prob_tolerance,
         loop=config.trainer,
         on_step=rollout.on_step,
-        checkpoints=checkpoints,
+        checkpoints=None if plan.steps_only else checkpoints,
         batches=BatchFolder(plan.files.batches, to_yaml(config)),
-        keep_rows=keep_rows(config, plan.files.folder, plan.inputs),
+        # a checkpoint releases them
+        keep_rows=None if plan.steps_only else keep_rows(config, plan.files.folder, plan.inputs),
         hooks=hooks,
     )
 
