@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 import importlib.metadata
 import os
 import re
@@ -133,6 +134,20 @@ def test_an_existing_folder_stays_as_it_is(tmp_path):
     with pytest.raises(OutputError, match="exists already"):
         write_package("reward", "mine", tmp_path)
     assert list((tmp_path / "mine").iterdir()) == []
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    def full(path, text, encoding):
+        if path.name == "__init__.py":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        path.write_bytes(text.encode(encoding))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        with pytest.raises(OutputError, match="mine can't be written: No space left on device"):
+            write_package("reward", "mine", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert write_package("reward", "mine", tmp_path).is_dir()
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):

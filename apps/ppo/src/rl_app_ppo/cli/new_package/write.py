@@ -14,6 +14,7 @@ from string import Template
 
 from rl_protocol import ConfigError, OutputError
 from rl_protocol.support.options import nearest
+from rl_protocol.support.temporary_folders import temporary_folder
 
 PLACEHOLDER = "my_plugin"
 """Import name in the templates."""
@@ -124,15 +125,17 @@ def write_package(kind: str, name: str, parent: Path) -> Path:
         raise ConfigError(f"KIND must be one of {', '.join(KINDS)}; got {kind!r}.{nearest(kind, KINDS)}")
     _check_name(name)
     folder, files = parent / name, _files(kind, name)
+    if folder.exists():
+        raise OutputError(f"{folder} exists already; choose another NAME, or remove it.")
     try:
-        folder.mkdir()
-        for place, text in files.items():
-            (folder / place).parent.mkdir(parents=True, exist_ok=True)
-            (folder / place).write_text(text, encoding="utf-8")
-    except FileExistsError as error:
-        raise OutputError(f"{folder} exists already; choose another NAME, or remove it.") from error
+        with temporary_folder(f".{name}-", parent) as workshop:
+            for place, text in files.items():
+                path = workshop / "new" / place
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text, encoding="utf-8")
+            (workshop / "new").rename(folder)
     except OSError as error:
-        raise OutputError(f"{folder} can't be written: {error}.") from error
+        raise OutputError(f"{folder} can't be written: {error.strerror}.") from error
     return folder
 
 
