@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import yaml
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from rl_app_ppo.cli import rl
@@ -296,6 +297,12 @@ def test_the_help_fits_a_screen_and_names_every_command(run):
     assert len(lines) <= 40
     named = " ".join(lines)
     assert all(command.name in named for command in rl.app.registered_commands if command.name)
+
+
+def test_every_argument_and_option_has_a_help_text():
+    commands = get_command(rl.app).commands
+    bare = [f"{name} {one.name}" for name, command in commands.items() for one in command.params if not one.help]
+    assert (bare, len(commands)) == ([], len(rl.app.registered_commands))
 
 
 def test_the_command_is_installed_and_works_in_any_folder(tmp_path):

@@ -253,7 +253,14 @@ def _explain_key(
 
 @_command("diff", rich_help_panel=BEFORE)
 @_coded
-def _diff(a: str, b: str, trust: Trust = None, as_json: Json = False) -> None:
+def _diff(
+    a: Annotated[
+        str, typer.Argument(help='Folder of a run, YAML file, or settings such as "rollout.n=4 trainer.seed=1".')
+    ],
+    b: Annotated[str, typer.Argument(help='What to compare it with; "" is the defaults.')],
+    trust: Trust = None,
+    as_json: Json = False,
+) -> None:
     """Print how two runs, YAML files or quoted overrides differ."""
     with trusting((), trust, _err()):
         sides = read_side(a), read_side(b)
