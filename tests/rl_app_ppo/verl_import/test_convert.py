@@ -576,6 +576,23 @@ def test_what_only_the_shell_knows_is_refused(tmp_path, value):
         read_verl(tmp_path / "run.sh", {})
 
 
+@pytest.mark.parametrize("text", ["#!/bin/bash\necho hello\n", "def f(x: int):\n    return {x: [\n"])
+def test_a_script_without_settings_of_verl_is_refused(tmp_path, text):
+    (tmp_path / "run.sh").write_text(text)
+    with pytest.raises(ConfigError, match=r"run\.sh: no settings of verl were found in it, such as"):
+        read_verl(tmp_path / "run.sh")
+
+
+def test_a_script_that_only_names_its_configuration_is_read(tmp_path):
+    (tmp_path / "run.sh").write_text("python3 -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer\n")
+    assert read_verl(tmp_path / "run.sh", {}) == {"--config-name": "ppo_megatron_trainer"}
+
+
+def test_yaml_needs_no_suffix(tmp_path):
+    (tmp_path / "run").write_text("data:\n  train_batch_size: 8\n")
+    assert read_verl(tmp_path / "run") == {"data.train_batch_size": 8}
+
+
 @pytest.mark.parametrize("text", ["defaults:\n", "defaults: []\n", "defaults: [_self_]\n"])
 def test_defaults_may_be_empty(tmp_path, text):
     file = tmp_path / "verl.yaml"

@@ -55,9 +55,27 @@ def read_verl(path: Path, environment: Mapping[str, str] = os.environ) -> dict[s
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--from-verl {path}: can't be read: {error}") from error
-    if path.suffix not in (".yaml", ".yml") and (not text.strip() or _OVERRIDE.search(text)):
+    if path.suffix in (".yaml", ".yml"):
+        return _of_yaml(read_yaml(path, flag="--from-verl"))
+    if not text.strip() or _OVERRIDE.search(text):
         return _values(overrides(text, environment))
-    return _of_yaml(read_yaml(path, flag="--from-verl"))
+    if (nested := _mapping(text)) is not None:
+        return _of_yaml(nested)
+    if CONFIG_NAME in text:
+        return _values(overrides(text, environment))
+    raise ConfigError(
+        f"--from-verl {path}: no settings of verl were found in it, such as actor_rollout_ref.rollout.n=8. "
+        "Give the script or the YAML file that has them."
+    )
+
+
+def _mapping(text: str) -> dict[str, Any] | None:
+    """The mapping of a YAML file whose name does not say that it is one."""
+    try:
+        values: object = parse_yaml(text)
+    except yaml.YAMLError:
+        return None
+    return cast("dict[str, Any]", values) if isinstance(values, dict) else None
 
 
 def _of_yaml(nested: dict[str, Any]) -> dict[str, Value]:
