@@ -22,6 +22,7 @@ from rl_trainer.checkpoints.checkpoint_folder import (
     step_name,
     step_of,
     superseded,
+    sweep,
 )
 from rl_trainer.driver.checkpoint_writer import CheckpointWriter, load
 from rl_trainer.workers.messages import FinishSaveCall, LoadStateCall, SaveStateCall
@@ -187,6 +188,14 @@ def test_folders_of_other_names_are_no_checkpoints(tmp_path):
     assert newest_whole(tmp_path) == (None, {})
     assert step_of("step-12") is None
     assert step_of(step_name(1_234_567)) == 1_234_567
+
+
+def test_only_the_unfinished_folders_of_checkpoints_are_deleted(tmp_path):
+    theirs = [".backup-of-step-000003", ".old-step-000001", ".saving-step-000004-mine"]
+    for name in (*theirs, ".saving-step-000004", ".deleting-step-000001"):
+        (tmp_path / name).mkdir()
+    sweep(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == theirs
 
 
 # -- which checkpoints are kept

@@ -41,6 +41,8 @@ MANIFEST, CONFIG, RUN_STATE = "manifest.json", "config.yaml", "trainer.json"
 USERS = "hf"
 """Folder for users."""
 _NAME = re.compile(r"step-(\d{6,})")
+_SAVING, _DELETING = ".saving-", ".deleting-"
+_UNFINISHED = re.compile(rf"({re.escape(_SAVING)}|{re.escape(_DELETING)}){_NAME.pattern}")
 writing = partial(
     write_errors,
     what="The checkpoint",
@@ -141,6 +143,11 @@ def step_of(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
+def saving_folder(final: Path) -> Path:
+    """The hidden folder in which a checkpoint is written."""
+    return final.with_name(f"{_SAVING}{final.name}")
+
+
 def facts(path: Path) -> FileFacts:
     """Size and digest of a file."""
     with path.open("rb") as file:
@@ -180,7 +187,7 @@ def publish(temporary: Path, final: Path, manifest: Manifest) -> None:
 
 def remove(folder: Path) -> None:
     """Delete a checkpoint. It is renamed first, so that no partial checkpoint is ever visible."""
-    doomed = folder.with_name(f".deleting-{folder.name}")
+    doomed = folder.with_name(f"{_DELETING}{folder.name}")
     shutil.rmtree(doomed, ignore_errors=True)
     os.replace(folder, doomed)  # noqa: PTH105 - see publish
     shutil.rmtree(doomed)
@@ -189,7 +196,8 @@ def remove(folder: Path) -> None:
 def sweep(checkpoints: Path) -> None:
     """Delete the unfinished folders of killed processes."""
     for folder in checkpoints.glob(".*-step-*"):
-        shutil.rmtree(folder)
+        if _UNFINISHED.fullmatch(folder.name):
+            shutil.rmtree(folder)
 
 
 def read_manifest(folder: Path) -> Manifest | str:

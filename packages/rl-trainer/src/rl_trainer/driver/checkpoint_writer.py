@@ -26,6 +26,7 @@ from rl_trainer.checkpoints.checkpoint_folder import (
     durable,
     prune,
     publish,
+    saving_folder,
     step_name,
     sweep,
     writing,
@@ -104,7 +105,7 @@ class CheckpointWriter:
             WorkerError: a worker died, or did not answer in time.
         """
         await self.finish()
-        temporary = self._folder / f".saving-{step_name(state.step)}"
+        temporary = saving_folder(self.folder_of(state.step))
         with writing(self._folder):
             sweep(self._folder)
             temporary.mkdir(parents=True)
