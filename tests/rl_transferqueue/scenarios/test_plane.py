@@ -135,6 +135,12 @@ def test_a_stale_reader_gets_an_error_never_other_data(plane: LocalPlane) -> Non
     asyncio.run(main())
 
 
+def test_a_descriptor_that_was_read_has_the_text_that_was_written() -> None:
+    with start_local_plane(TransferQueueConfig(capacity_mb=2, timeout_s=240)) as plane:
+        text = plane.descriptor.to_json()
+    assert PlaneDescriptor.from_json(text).to_json() == text
+
+
 def test_views_survive_their_client_and_the_plane() -> None:
     async def main(plane: LocalPlane) -> np.ndarray:
         async with await connect(plane.descriptor) as client:

@@ -392,7 +392,7 @@ import ray
 import rl_transferqueue.compat as tq
 
 ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)  # before init: the workers do not inherit its variable
-tq.init({"rl_transferqueue": {"capacity_mb": 32, "segment_mb": 1}})
+tq.init({"rl_transferqueue": {"capacity_mb": 32, "segment_mb": 1, "timeout_s": 240}})
 
 @ray.remote
 def work():

@@ -313,7 +313,7 @@ def _descriptor(
         units[0].plane,
         config.backend,
         config.backend_address,
-        config.timeout_s,
+        float(config.timeout_s),  # 240 and 240.0 would be two texts
         config.read_cache_mb,
         controller.descriptor,
         controller.successor_s,
