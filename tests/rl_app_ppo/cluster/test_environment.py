@@ -30,6 +30,15 @@ def test_variables_are_restored_also_after_an_error(monkeypatch: pytest.MonkeyPa
     assert "NEW" not in os.environ
 
 
+def test_variables_that_libraries_set_during_a_run_are_restored(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("PYTHONBREAKPOINT", raising=False)
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "false")
+    with environment({}):
+        os.environ.update(PYTHONBREAKPOINT="ray.util.rpdb._driver_set_trace", MLFLOW_DISABLE_TELEMETRY="true")
+    assert "PYTHONBREAKPOINT" not in os.environ
+    assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "false"
+
+
 def test_the_users_ray_settings_win_but_not_over_those_that_keep_ray_private(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "1")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")

@@ -24,7 +24,13 @@ _LOCAL_RAY_SETTINGS = {
 }
 """With ray.address=local Ray listens on loopback and requires a token from every caller."""
 
-
+_SET_BY_LIBRARIES = (
+    "RAY_CLIENT_MODE",
+    "PYTHONBREAKPOINT",  # Ray's debugger
+    "MLFLOW_DISABLE_TELEMETRY",
+    "MLFLOW_ALLOW_FILE_STORE",
+)
+"""What Ray and the MLflow logger set in this process while a run uses them."""
 _SPINS = "20000"
 """Times that a waiting thread looks before it sleeps."""
 _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
@@ -73,8 +79,8 @@ def compute_settings(threads: int) -> dict[str, str]:
 
 @contextmanager
 def environment(values: Mapping[str, str]) -> Generator[None]:
-    """Set environment variables, and restore them on exit."""
-    before = {name: os.environ.get(name) for name in values}
+    """Set environment variables; restore them, and those that libraries set, on exit."""
+    before = {name: os.environ.get(name) for name in (*values, *_SET_BY_LIBRARIES)}
     os.environ.update(values)
     try:
         yield
