@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from traceback import StackSummary
+from types import SimpleNamespace
 
 import pytest
 
@@ -31,39 +33,67 @@ def checkpoint(ranks, models, program, tmp_path_factory):
     return path
 
 
-def test_a_checkpoint_that_can_not_be_written_leaves_nothing(policy, tmp_path, monkeypatch):
+@pytest.fixture
+def writing(monkeypatch):
+    """writing(write): have Megatron write the tensors with `write(save, tensors, folder)`."""
+    from rl_megatron_peft.backend import resume
+
+    make = resume.get_default_save_sharded_strategy
+
+    def set_to(write):
+        def strategy():
+            made = make()
+            save = partial(write, made.save)
+            return SimpleNamespace(backend=made.backend, version=made.version, save=save)
+
+        monkeypatch.setattr(resume, "get_default_save_sharded_strategy", strategy)
+
+    return set_to
+
+
+def test_a_checkpoint_that_can_not_be_written_leaves_nothing(policy, tmp_path, writing):
     """Megatron raises this on every rank if a file can't be written; it is no Exception."""
-    from megatron.core import dist_checkpointing
     from torch.distributed.checkpoint import CheckpointException
 
     from rl_megatron_peft.backend.resume import save_checkpoint
 
-    def full(state, folder):
-        assert list(tmp_path.rglob("dist_ckpt")) == [Path(folder)]
+    def full(save, tensors, folder):
+        assert list(tmp_path.rglob("dist_ckpt")) == [folder]
         assert not (tmp_path / "step-1").exists()
         raise CheckpointException("write", {0: (RuntimeError("No space left on device"), StackSummary())})
 
-    monkeypatch.setattr(dist_checkpointing, "save", full)
+    writing(full)
     with pytest.raises(OutputError, match=r"can't be written to .*step-1: No space left on device"):
         save_checkpoint(policy, tmp_path / "step-1")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_two_processes_save_one_checkpoint(policy, tmp_path, monkeypatch):
-    """The second one to finish is refused, and neither writes into the files of the other."""
-    from megatron.core import dist_checkpointing
+def test_a_failure_of_the_file_that_only_the_first_rank_writes_reaches_all(policy, tmp_path, monkeypatch, writing):
+    import torch
 
+    from rl_megatron_peft.backend.resume import save_checkpoint
+
+    def full(state, path):
+        raise RuntimeError(f"{Path(path).name}: iostream error")
+
+    writing(lambda save, tensors, folder: pytest.fail("the other ranks would wait in this call"))
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OutputError, match=r"can't be written to .*step-1: common.pt: iostream error"):
+        save_checkpoint(policy, tmp_path / "step-1")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_processes_save_one_checkpoint(policy, tmp_path, writing):
+    """The second one to finish is refused, and neither writes into the files of the other."""
     from rl_megatron_peft.backend.resume import load_checkpoint, save_checkpoint
 
-    save = dist_checkpointing.save
-
-    def with_another(state, folder):
-        monkeypatch.setattr(dist_checkpointing, "save", save)
+    def with_another(save, tensors, folder):
+        writing(lambda save, tensors, folder: save(tensors, folder))
         save_checkpoint(policy, tmp_path / "step-1")
-        assert list(Path(folder).iterdir()) == []
-        save(state, folder)
+        assert list(folder.glob("*.distcp")) == []
+        save(tensors, folder)
 
-    monkeypatch.setattr(dist_checkpointing, "save", with_another)
+    writing(with_another)
     with pytest.raises(OutputError, match=r"can't be written to .*step-1: .*not empty"):
         save_checkpoint(policy, tmp_path / "step-1")
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]

@@ -21,6 +21,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.serialization import (
+    get_default_save_common_strategy,
+    get_default_save_sharded_strategy,
+)
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rl_megatron_peft.backend.cpu_shims import runnable
@@ -43,7 +49,6 @@ def save_checkpoint(learner: MegatronLearner[Any], path: Path) -> None:
     Raises:
         OutputError: on every rank, if `path` exists or can't be written; nothing is left there.
     """
-    problem = ""
 
     def prepare() -> str:
         if path.exists():
@@ -62,12 +67,32 @@ def save_checkpoint(learner: MegatronLearner[Any], path: Path) -> None:
 
     with ExitStack() as unfinished:
         folder = Path(_on_first_rank(learner, path, prepare))
-        try:
-            with runnable():
-                dist_checkpointing.save(_sharded(learner, _state(learner)), str(folder / TENSORS))
-        except CheckpointException as error:  # every rank raises it, and the first one has the reasons
-            problem = ", ".join(sorted({str(why) for why, _ in error.failures.values()})) or str(error)
+        with runnable():
+            problem = _write_tensors(learner, folder / TENSORS, path)
         _on_first_rank(learner, path, finish)
+
+
+def _write_tensors(learner: MegatronLearner[Any], folder: Path, path: Path) -> str:
+    """Write what `dist_checkpointing.save` writes; returns what failed on any rank, or "".
+
+    There a failure of the first rank, which alone writes common.pt, leaves the others waiting.
+    """
+    strategy = get_default_save_sharded_strategy()
+    tensors, common = save_preprocess(_sharded(learner, _state(learner)))
+
+    def write_common() -> None:
+        try:
+            get_default_save_common_strategy().save_common(common, folder)
+        except RuntimeError as error:  # what torch raises if it can't write a file
+            raise OSError(str(error)) from error
+        save_config(CheckpointingConfig(strategy.backend, strategy.version), str(folder))
+
+    _on_first_rank(learner, path, write_common)
+    try:
+        strategy.save(cast(dict[str, Any], tensors), folder)
+    except CheckpointException as error:  # every rank raises it, and the first one has the reasons
+        return ", ".join(sorted({str(why) for why, _ in error.failures.values()})) or str(error)
+    return ""
 
 
 def _publish(learner: MegatronLearner[Any], scratch: Path, path: Path) -> None:
