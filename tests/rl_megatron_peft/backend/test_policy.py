@@ -88,6 +88,20 @@ def test_an_update_without_a_finite_gradient_makes_no_step_and_has_no_norm(polic
     assert {weight.name: weight.data.tobytes() for weight in policy.adapter_weights()} == before
 
 
+def test_a_skipped_step_after_a_resume_has_the_rate_of_the_step_before_it(models, ranks, program):
+    before, after = (
+        program.policy_of(models / "llama", ranks, "fused", lr_schedule=lambda step: 0.5**step) for _ in range(2)
+    )
+    batch = program.batch_of(4, 0)
+    made = before.update(batch, temperature=1.0)
+    state = {key: part for _, parts in before.optimizer.state() for key, part in parts.items()}
+    after.optimizer.load_state(state, before.optimizer.steps)
+    nan = ragged([[np.nan] * len(row) for row in batch.ragged("advantages").rows()], "float32")
+    skipped = after.update(BatchData({**batch.columns, "advantages": nan}), temperature=1.0)
+    assert (made["actor/skipped_steps"], skipped["actor/skipped_steps"]) == (0.0, 1.0)
+    assert skipped["actor/lr"] == made["actor/lr"] > 0
+
+
 @pytest.fixture
 def whole(ranks, models, program):
     return program.policy_of(models / "even", ranks, "whole")

@@ -85,8 +85,8 @@ class Optimizer:
 
     @property
     def lr(self) -> float:
-        """The learning rate of the last step."""
-        return float(self.adam.param_groups[0]["lr"])
+        """The learning rate of the last step, also of one before a resume; else that of step 1."""
+        return self._config.lr * self._lr_schedule(max(self.steps, 1))
 
     def replica_id(self, one: TrainedParameter | None = None) -> int:
         """Number of this rank's copy of the optimizer state of a parameter, from 0.
@@ -165,7 +165,7 @@ class Optimizer:
             master.grad = parts[number].mul_(scale)
         self.steps += 1
         for group in self.adam.param_groups:
-            group["lr"] = self._config.lr * self._lr_schedule(self.steps)
+            group["lr"] = self.lr
         self.adam.step()
         self._update_model()
         return norm
