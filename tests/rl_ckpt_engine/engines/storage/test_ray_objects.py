@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from rl_ckpt_engine import CheckpointEngine, CheckpointEngineConfig, CheckpointEngineRegistry, Manifest
@@ -57,6 +60,26 @@ def test_padding_may_span_objects(nbytes: int, shapes: list[tuple[int, ...]]) ->
     weights = make_weights(shapes, seed=2)
     manifest = asyncio.run(sender.send_weights(weights, 1, timeout_s=T))
     receiver.init_process_group(manifest.sender)
+    assert_same(asyncio.run(receiver.receive_weights(manifest, timeout_s=T)), weights)
+    sender.close()
+    receiver.close()
+
+
+def pid_of(actor: Any) -> int:
+    return os.getpid()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+def test_a_sender_whose_actor_was_killed_sends_the_next_version() -> None:
+    sender, receiver = make(), make()
+    weights = make_weights(SHAPES, seed=3)
+    receiver.init_process_group(asyncio.run(sender.send_weights(weights, 1, timeout_s=T)).sender)
+    sender.finalize(1)
+    board = ray.get_actor(msgspec.msgpack.decode(sender.prepare())["board"], "rl-ckpt-engine")
+    os.kill(ray.get(board.__ray_call__.remote(pid_of), timeout=T), signal.SIGKILL)
+    manifest = asyncio.run(sender.send_weights(weights, 2, timeout_s=T))
+    sender.finalize(2)
     assert_same(asyncio.run(receiver.receive_weights(manifest, timeout_s=T)), weights)
     sender.close()
     receiver.close()

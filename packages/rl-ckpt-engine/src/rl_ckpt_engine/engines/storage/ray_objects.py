@@ -54,9 +54,12 @@ _member_decoder = msgspec.msgpack.Decoder(RayMember)
 _placement_decoder = msgspec.msgpack.Decoder(RayPlacement)
 
 
-@ray.remote(num_cpus=0, max_restarts=0)
+@ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)
 class _ObjectDirectory:
-    """Actor with token -> the objects of a version, in order."""
+    """Actor with token -> the objects of a version, in order.
+
+    Ray restarts it, without versions, if its process ends; it ends with the sender.
+    """
 
     def __init__(self) -> None:
         self._versions: dict[bytes, list[Any]] = {}
