@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -14,6 +15,7 @@ from rl_protocol.errors import CapacityTimeout
 from rl_protocol.ports import DataPlane
 from rl_protocol.testing.memory_data_plane import MemoryDataPlane
 from rl_transferqueue import connect
+from rl_transferqueue.consume import sampled_batches
 from rl_transferqueue.consume.sampled_batches import DrawSettings, draw, draws_of
 from rl_transferqueue.consume.samplers import Groups, LengthBalanced, RankAware, Sequential, WholeGroups
 
@@ -77,6 +79,27 @@ def test_a_group_is_drawn_once_it_is_complete(run: Callable[[Body], None]) -> No
         await plane.clear("p")
 
     run(body)
+
+
+def test_a_draw_that_waits_lists_the_rows_of_several_changes_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    plane, lists, rests = MemoryDataPlane(), list[int](), list[float]()
+    list_rows = plane.list_rows
+
+    async def counted(*args: Any, **kwargs: Any) -> KVBatchMeta:
+        found = await list_rows(*args, **kwargs)
+        lists.append(len(found))
+        return found
+
+    async def rest(seconds: float) -> None:
+        rests.append(seconds)
+        for row in range(50):
+            await fill(plane, range(row, row + 1))
+
+    monkeypatch.setattr(plane, "list_rows", counted)
+    monkeypatch.setattr(sampled_batches, "asyncio", SimpleNamespace(sleep=rest))
+    (keys,) = asyncio.run(draw(plane, Sequential(), wanted(count=50)))
+    assert (len(keys.keys), lists, len(rests)) == (50, [0, 50], 1)
+    assert 0 < rests[0] <= 60
 
 
 def test_concurrent_draws_share_the_rows(run: Callable[[Body], None]) -> None:

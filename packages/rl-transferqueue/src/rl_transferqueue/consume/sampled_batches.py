@@ -8,7 +8,9 @@ alone.
 
 from __future__ import annotations
 
+import asyncio
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -23,6 +25,9 @@ from rl_transferqueue.consume.samplers import Sampler
 _SHARES = "shares"
 _BY = "by"
 """Tag of a turn: who is choosing; empty: nobody any more."""
+_REST = 4.0
+"""A draw that waits lists the ready rows again after this many times the duration of the last list,
+so that many small puts do not make it list all of them after each."""
 
 
 def draws_of(partition: str) -> str:
@@ -98,9 +103,11 @@ class _Drawing:
         """Choose among the ready rows, as soon as there are enough, and claim them."""
         wanted, version = self._settings, 0
         while True:
+            began = time.perf_counter()
             ready = await self._plane.list_rows(
                 wanted.partition, where=wanted.where, fields=wanted.fields, task=wanted.task
             )
+            listed_s = time.perf_counter() - began
             shares = [[ready.keys[row] for row in share] for share in self._sampler.sample(ready, wanted.count)]
             if any(shares):
                 keys = [key for share in shares for key in share]
@@ -110,6 +117,7 @@ class _Drawing:
                     continue
                 return shares
             version = await self._wait(wanted.partition, version, f"{len(ready)} rows were ready")
+            await asyncio.sleep(min(_REST * listed_s, seconds_until(self._deadline)))
 
     async def agree(self, turn: str) -> list[list[str]]:
         """Choose for this turn, or wait for the choice of another process."""
