@@ -52,6 +52,10 @@ def test_the_state_is_the_step_with_the_time_left(seen):
     assert shown.alarms == ["warning: a\ufffd[2J b"]
 
 
+def test_a_clock_that_was_set_back_shows_no_negative_time(seen):
+    assert overview(seen, 1.0).state == "step 3 of 10, 0:00 since its end, 1:10 left"
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_curve_leaves_out_numbers_that_are_not_finite(seen, value):
     for line in (seen.metrics[0], seen.metrics[2], seen.metrics[3]):

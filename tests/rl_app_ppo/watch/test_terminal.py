@@ -118,6 +118,7 @@ def test_a_killed_run_ends_the_watch_but_a_quiet_one_does_not(run):
     run.unlock()
     assert not follower.read(now).over  # free, but it has just written
     assert follower.read(now + 3600).killed
+    assert follower.read(now - 3600).killed  # the clock was set back
 
 
 def test_a_resumed_run_is_followed_again(run):

@@ -12,7 +12,7 @@ from rl_app_ppo.outputs.run_folder import RECORD
 from rl_protocol import ConfigError
 from rl_protocol.ports import WeightSyncReport
 from rl_trainer.record.read_record import Record, read_record
-from rl_trainer.record.record_file import RecordFile
+from rl_trainer.record.record_file import DRIVER, RecordFile
 from rl_trainer.record.record_rows import AlarmRow, EndRow, PhaseRow, StartRow, StepRow, SyncRow
 
 
@@ -26,7 +26,7 @@ class RunRecord:
     """
 
     def __init__(self, folder: Path, after: int, steps: int) -> None:
-        self._file = RecordFile(folder, "driver")
+        self._file = RecordFile(folder, DRIVER)
         self._file.append([StartRow(at=time.time(), after=after, steps=steps)])
 
     def phases(self, phases: Sequence[tuple[str, float, float]]) -> None:

@@ -68,7 +68,7 @@ class FollowedRun:
                 self._read_metrics()
         except (OSError, ValueError) as error:
             raise ConfigError(f"The run {self._files.folder} can't be read: {error}.") from error
-        quiet = now - _newest(self._seen.record) > QUIET_S
+        quiet = abs(now - _newest(self._seen.record)) > QUIET_S  # before: the clock was set back
         self._seen.killed = quiet and self._seen.record.end is None and is_free(self._files.folder)
         return self._seen
 

@@ -91,7 +91,7 @@ def state(seen: Seen, now: float) -> str:
         return f"starting{phase}"
     step = record.steps[-1].step
     left = seconds_left(seen)
-    return f"step {step} of {total}, {clock(now - record.steps[-1].at)} since its end" + (
+    return f"step {step} of {total}, {clock(max(0.0, now - record.steps[-1].at))} since its end" + (
         "" if left is None else f", {clock(left)} left"
     )
 

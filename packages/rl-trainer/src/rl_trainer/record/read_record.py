@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rl_trainer.record.attempt_times import AttemptTimes, reading_order
 from rl_trainer.record.kept_trajectories import KeptTrajectories
 from rl_trainer.record.record_file import SUFFIX, read_blocks
 from rl_trainer.record.record_rows import (
@@ -89,6 +90,7 @@ class RecordReader:
         self._folder = folder
         self._recent_s = recent_s
         self._read: dict[Path, int] = {}
+        self._times = AttemptTimes()
         self._record = Record()
         self._kept = KeptTrajectories(most_tokens, step=step)
 
@@ -100,10 +102,10 @@ class RecordReader:
             msgspec.DecodeError: a file holds something else.
         """
         rows: list[RecordRow] = []
-        for path in sorted(self._folder.glob(f"*{SUFFIX}")):
+        for path in sorted(self._folder.glob(f"*{SUFFIX}"), key=reading_order):
             for block, end in read_blocks(path, self._read.get(path, 0)):
                 self._read[path] = end
-                for row in block:
+                for row in (self._times.moved(row, path) for row in block):
                     if not isinstance(row, TrajectoryRow):
                         rows.append(row)
                     elif self._recent_s is None:

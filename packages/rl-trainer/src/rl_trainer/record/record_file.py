@@ -19,6 +19,8 @@ from rl_trainer.record.redaction import Redaction
 
 logger = logging.getLogger(__name__)
 SUFFIX = ".jsonl.gz"
+DRIVER = "driver"
+"""Name of the process whose files begin with a StartRow: it has one for each attempt."""
 GATHER_S = 1.0
 """Rows of so many seconds are written as one block: compute threads are interrupted seldom."""
 _LEVEL = 4
