@@ -213,7 +213,7 @@ def test_status_says_what_the_plane_holds_and_has_done(alone: LocalPlane) -> Non
     done = run("status")
     assert (done.returncode, done.stderr) == (0, "")
     lines = {line.split()[0]: line.split() for line in done.stdout.splitlines() if line}
-    assert f"controller pid {alone.pids[0]}, 1 storage units" in done.stdout
+    assert f"controller pid {alone.pids[0]}, 1 storage unit\n" in done.stdout
     assert lines["errors"] == ["errors", "PlaneTimeout", "1"]
     assert lines["train"] == ["train", "4"]
     assert lines["Commit"][1:3] == ["3", "-"]

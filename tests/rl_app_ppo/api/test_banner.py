@@ -30,6 +30,14 @@ def test_the_banner_of_the_demo_says_preset_task_and_how_answers_are_written():
     assert "calculator" in described(load_config(["preset=demo-calculator"]))["task"]
 
 
+def test_one_of_anything_has_no_plural():
+    one = ["data.train_batch_size=1", "actor.ppo_mini_batch_size=1", "rollout.n=2", "trainer.total_training_steps=1"]
+    said = described(load_config([*one, "transfer_queue.num_storage_units=1", "actor.optim.lr_warmup_steps=1"]))
+    assert said["step"] == "1 prompt x 2 responses = 2, 1 step"
+    assert said["actor"].startswith("lr 0.0004, warm-up of 1 update, mini-batches of 1 prompt, ")
+    assert said["data plane"] == "rl-transferqueue, 1 storage unit, shared memory"
+
+
 @pytest.mark.parametrize(
     ("overrides", "workers"),
     [

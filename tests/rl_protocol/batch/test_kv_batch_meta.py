@@ -113,7 +113,7 @@ def test_concat_conflicts_are_errors():
 def test_unknown_names_are_errors():
     meta = make("a", "b", fields=("x",))
     assert meta.select_fields(["x"]).fields == ("x",)
-    with pytest.raises(UnknownNameError, match="2 keys are not in this batch of partition 'train', the first is 'c'"):
+    with pytest.raises(UnknownNameError, match="2 keys not in this batch of partition 'train', the first is 'c'"):
         meta.select_keys(["a", "c", "d"])
     with pytest.raises(UnknownNameError, match="No column 'y'"):
         meta.select_fields(["x", "y"])

@@ -10,6 +10,7 @@ from rl_app_ppo.config.placement import worker_groups
 from rl_app_ppo.config.presets import NO_PRESET, presets
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.demo.demos import DEMOS
+from rl_protocol.counted import counted
 from rl_trainer import AlgorithmConfig, OptimConfig, needs_critic, needs_reference
 from rl_trainer.algorithms.old_log_prob import recompute_reason
 
@@ -25,17 +26,17 @@ def described(config: AppConfig) -> dict[str, str]:
         "preset": "; ".join(map(_preset, config.preset)),
         "model": config.model.path or "demo model",
         "trained": _trained(config),
-        "actor": f"{_optimizer(config.actor.optim)}, mini-batches of {config.actor.ppo_mini_batch_size} prompts, "
+        "actor": f"{_optimizer(config.actor.optim)}, mini-batches of {counted(config.actor.ppo_mini_batch_size, 'prompt')}, "
         f"clip {config.actor.clip_ratio_low:g} / {config.actor.clip_ratio_high:g}",
         **({"critic": _optimizer(config.critic.optim)} if needs_critic(config.algorithm) else {}),
         **({"old log-probs": _old_log_probs(config.algorithm)} if config.algorithm.trains_policy else {}),
         "task": _task(config),
         "reward": config.reward.function,
-        "rollout": f"{rollout.name} in {rollout.dtype}, {rollout.session}, at most {rollout.response_length} tokens per response, "
+        "rollout": f"{rollout.name} in {rollout.dtype}, {rollout.session}, at most {counted(rollout.response_length, 'token')} per response, "
         f"temperature {rollout.temperature:g}",
-        "step": f"{data.train_batch_size} prompts {_responses(config)}, {_length(config)}",
+        "step": f"{counted(data.train_batch_size, 'prompt')} {_responses(config)}, {_length(config)}",
         "workers": f"{_workers(config)}; {_placed(config)}; Ray ({config.ray.address})",
-        "data plane": f"rl-transferqueue, {config.transfer_queue.num_storage_units} storage units, "
+        "data plane": f"rl-transferqueue, {counted(config.transfer_queue.num_storage_units, 'storage unit')}, "
         + {"simple": "shared memory"}.get(config.transfer_queue.backend, config.transfer_queue.backend),
         "weights": f"rl-ckpt-engine ({config.checkpoint_engine.backend}), after every step"
         if config.checkpoint_engine.enabled
@@ -48,7 +49,7 @@ def _responses(config: AppConfig) -> str:
     n, prompts = config.rollout.n, config.data.train_batch_size
     if config.algorithm.fewest_sessions(n, divergence=config.actor.use_kl_loss) < n:
         return f"x {n} responses, or 1 where the answer alone is trained on"
-    return f"x {n} responses = {prompts * n}"
+    return f"x {counted(n, 'response')} = {prompts * n}"
 
 
 def _losses(config: AppConfig) -> str:
@@ -103,7 +104,7 @@ def _old_log_probs(algorithm: AlgorithmConfig) -> str:
 
 
 def _optimizer(optim: OptimConfig) -> str:
-    warm_up = f", warm-up of {optim.lr_warmup_steps} updates" if optim.lr_warmup_steps else ""
+    warm_up = f", warm-up of {counted(optim.lr_warmup_steps, 'update')}" if optim.lr_warmup_steps else ""
     fall = f", {optim.lr_scheduler_type} until update {optim.lr_decay_steps}" if optim.lr_decay_steps else ""
     return f"lr {optim.lr:g}{warm_up}{fall}"
 
@@ -127,8 +128,8 @@ def _placed(config: AppConfig) -> str:
 
 
 def _length(config: AppConfig) -> str:
-    epochs, steps = config.trainer.total_epochs, f"{config.trainer.total_training_steps} steps"
-    return f"{steps} (at most {epochs} epochs)" if epochs else steps
+    epochs, steps = config.trainer.total_epochs, counted(config.trainer.total_training_steps, "step")
+    return f"{steps} (at most {counted(epochs, 'epoch')})" if epochs else steps
 
 
 def _task(config: AppConfig) -> str:

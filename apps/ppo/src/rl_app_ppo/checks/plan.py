@@ -14,6 +14,7 @@ from rl_app_ppo.config.hosts import units_join
 from rl_app_ppo.config.schema import AppConfig
 from rl_ckpt_engine import PluginPolicy
 from rl_protocol import ConfigError
+from rl_protocol.counted import counted
 
 
 class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,12 +140,10 @@ def plan_text(plan: Plan) -> str:
     for process in plan.processes:
         host = f"host {process.host}: " if plan.hosts > 1 else ""
         gpus = process.gpus + process.shared_gpus
-        device = (
-            f"{gpus} GPU{'s' if gpus > 1 else ''}{' of the actor' if process.shared_gpus else ''}" if gpus else "CPU"
-        )
+        device = f"{counted(gpus, 'GPU')}{' of the actor' if process.shared_gpus else ''}" if gpus else "CPU"
         lines.append(
             f"{host}{f'{process.count} x ' if process.count > 1 else ''}{'+'.join(process.roles)}: {device}, "
-            f"{process.cpus:g} CPUs reserved, {shown_bytes(process.bytes)}"
+            f"{process.cpus:g} {'CPU' if process.cpus == 1 else 'CPUs'} reserved, {shown_bytes(process.bytes)}"
         )
         lines += [
             f"  {role}: "

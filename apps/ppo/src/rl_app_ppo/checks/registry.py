@@ -33,6 +33,7 @@ from rl_app_ppo.outputs.metric_sinks import check_installed, logger_names
 from rl_app_ppo.outputs.run_folder import check_new, check_room
 from rl_app_ppo.outputs.run_journal import check_kept_rows
 from rl_protocol import ConfigError, OutputError
+from rl_protocol.counted import counted
 from rl_protocol.support.host.this_process import usable_cores
 from rl_trainer import build_graph
 from rl_trainer.driver.hooks import named_hooks
@@ -202,7 +203,8 @@ def _devices(facts: Facts) -> str | None:
         if facts.elsewhere:
             return "known when the run joins the cluster"
     check_sync_on_gpus(facts.config, facts.planned, facts.sync.capabilities.devices)
-    return f"{len(facts.planned)} processes on {sum(process.gpus for process in facts.planned)} GPUs"
+    processes, gpus = len(facts.planned), sum(process.gpus for process in facts.planned)
+    return f"{processes} {'process' if processes == 1 else 'processes'} on {counted(gpus, 'GPU')}"
 
 
 def _cores(facts: Facts) -> str | None:

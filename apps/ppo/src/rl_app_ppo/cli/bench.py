@@ -14,6 +14,7 @@ from rl_app_ppo.cli.columns import columns
 from rl_app_ppo.config.loading import load_config
 from rl_app_ppo.outputs.console import THROUGHPUT, stage_shares
 from rl_ckpt_engine import PluginPolicy
+from rl_protocol.counted import counted
 from rl_protocol.support.temporary_folders import temporary_folder
 
 
@@ -87,7 +88,7 @@ def speed_text(speed: Speed) -> str:
     return columns(
         [
             ("first step done after", f"{speed.first_step_s:.1f} s"),
-            (f"median of {speed.steps} steps", f"{speed.step_s:.2f} s"),
+            (f"median of {counted(speed.steps, 'step')}", f"{speed.step_s:.2f} s"),
             ("tokens per second", f"{speed.tokens_per_s:,.0f}"),
             *shares,
         ]

@@ -36,6 +36,7 @@ from rl_app_ppo.outputs.startup_times import command_age
 from rl_app_ppo.replay.command import ReplayOptions, replay
 from rl_app_ppo.watch.follow import follow
 from rl_ckpt_engine import load_policy
+from rl_protocol.counted import counted
 
 Words = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings, such as rollout.n=8.")]
 ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="YAML settings; KEY=VALUE wins.")]
@@ -186,7 +187,7 @@ def _doctor(
 
 
 def _verdict(errors: int) -> str:
-    found = "" if not errors else f"{errors} error{'s' if errors > 1 else ''}: no "
+    found = "" if not errors else f"{counted(errors, 'error')}: no "
     return f"{found or 'A '}run with these settings can start.\n"
 
 

@@ -32,6 +32,7 @@ from rl_app_ppo.outputs.run_folder import RunFiles
 from rl_app_ppo.outputs.run_journal import plane_settings, require_own_rows
 from rl_app_ppo.outputs.startup_times import Startup
 from rl_ckpt_engine import PluginPolicy
+from rl_protocol.counted import counted
 from rl_protocol.support.temporary_folders import temporary_folder
 from rl_transferqueue import LocalPlane, start_local_plane
 
@@ -136,7 +137,7 @@ async def _load_models(
             joining = await hosts.start_units(plane.settings, others, plan.files.logs, plan.config.ray.start_timeout_s)
             await asyncio.to_thread(plane.join, joining)
             screen.note(
-                f"data plane: {plane.settings.num_storage_units} storage units on each of {len(others) + 1} hosts"
+                f"data plane: {counted(plane.settings.num_storage_units, 'storage unit')} on each of {len(others) + 1} hosts"
             )
     with startup.phase("models", "workers load their models"):
         await pool.build(model_path, plane.descriptor, plan.plugins, plan.inputs.data)

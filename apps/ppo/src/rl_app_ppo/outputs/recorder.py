@@ -11,6 +11,7 @@ from rl_app_ppo.outputs.run_folder import writing
 from rl_app_ppo.outputs.run_record import RunRecord
 from rl_app_ppo.outputs.startup_times import Startup
 from rl_app_ppo.outputs.training_warnings import TrainingWarnings
+from rl_protocol.counted import counted
 from rl_protocol.ports import MetricSink
 
 
@@ -99,7 +100,7 @@ class Recorder:
     def outcome(self) -> str:
         """One line with the first and last accuracy, of validation if there were two of them."""
         failures = self._warnings.reward_failures
-        lost = f"; reward.function failed on {failures} responses" if failures else ""
+        lost = f"; reward.function failed on {counted(failures, 'response')}" if failures else ""
         compared = "validation" if len(self.validation) > 1 else "training"
         curve = self.validation if compared == "validation" else self.reward
         after = f"validation accuracy {self.validation[-1][1]:.3f}" if len(self.validation) == 1 else ""
@@ -130,7 +131,7 @@ def _fall(first: float, last: float, problems: int) -> str:
     """The word for a fall; chance explains one of up to two standard errors of two samples."""
     variance = sum(max(p * (1 - p), 0.0) for p in (first, last))
     if problems and (first - last) ** 2 <= 4 * variance / problems:
-        return f"no clear change with {problems} problem{'s' * (problems != 1)}"
+        return f"no clear change with {counted(problems, 'problem')}"
     return "it fell"
 
 

@@ -12,6 +12,7 @@ from rl_app_ppo.config.training_backends import get_training_backend
 from rl_app_ppo.inputs.input_files import InputFiles, differing
 from rl_app_ppo.outputs.run_folder import CHECKPOINTS, MODEL
 from rl_protocol import ConfigError, OutputError
+from rl_protocol.counted import counted
 from rl_protocol.support.option_tree import list_options
 from rl_protocol.support.options import items
 from rl_trainer.checkpoints.checkpoint_folder import Checkpoint, inspect, newest_whole
@@ -70,7 +71,7 @@ def find_start(config: AppConfig, folder: Path, inputs: InputFiles) -> Start:
             checkpoint=checkpoint,
             finished=True,
             notes=[
-                f"{folder} has done its {done} steps already; there is nothing to do. Raise trainer.total_training_steps to train further."
+                f"{folder} has done its {counted(done, 'step')} already; there is nothing to do. Raise trainer.total_training_steps to train further."
             ],
         )
     notes.append(f"resumes after step {checkpoint.manifest.step} ({checkpoint.folder})")

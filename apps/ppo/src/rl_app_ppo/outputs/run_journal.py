@@ -12,6 +12,7 @@ from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.inputs.input_files import InputFiles
 from rl_app_ppo.outputs.run_folder import RunFiles
 from rl_protocol import ConfigError
+from rl_protocol.counted import counted
 from rl_protocol.support.option_tree import list_options
 from rl_protocol.support.options import require
 from rl_trainer.driver.kept_rows import RecoveredRows
@@ -111,8 +112,8 @@ def describe(found: Recovery, rows: RecoveredRows) -> str:
     """What a restarted run has recovered, for the user."""
     lost = f", {found.rows_incomplete} damaged ones dropped" if found.rows_incomplete else ""
     text = (
-        f"journal: {found.rows_kept} rows kept{lost}, {found.bytes_cut} bytes cut; {rows.kept} prompts with finished responses are "
-        f"used again, {rows.restarted} unfinished ones start again"
+        f"journal: {counted(found.rows_kept, 'row')} kept{lost}, {counted(found.bytes_cut, 'byte')} cut; "
+        f"{rows.kept} prompts with finished responses are used again, {rows.restarted} unfinished ones start again"
     )
     if rows.discarded:
         text += f", {rows.discarded} are discarded ({rows.why})"

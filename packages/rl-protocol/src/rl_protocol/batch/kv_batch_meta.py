@@ -12,6 +12,7 @@ from typing import Self, TypeAlias, TypeVar, cast, overload
 import numpy as np
 
 from rl_protocol.batch.row_ops import Indices, RowOps, check_indices
+from rl_protocol.counted import counted
 from rl_protocol.errors import BatchError, UnknownNameError
 
 Scalar: TypeAlias = bool | int | float | str | None
@@ -199,7 +200,7 @@ class KVBatchMeta(RowOps):
         except KeyError:
             missing = [key for key in keys if key not in place]
             raise UnknownNameError(
-                f"{len(missing)} keys are not in this batch of partition {self.partition!r}, the first is {missing[0]!r}."
+                f"{counted(len(missing), 'key')} not in this batch of partition {self.partition!r}, the first is {missing[0]!r}."
             ) from None
 
     def select_fields(self, names: Sequence[str]) -> Self:

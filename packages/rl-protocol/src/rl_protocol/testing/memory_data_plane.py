@@ -12,6 +12,7 @@ from rl_protocol.batch.batch_data import BatchData
 from rl_protocol.batch.columns import Column
 from rl_protocol.batch.kv_batch_meta import KVBatchMeta, Scalar, Tag, check_tag, check_where
 from rl_protocol.batch.schema import ColumnSpec
+from rl_protocol.counted import counted
 from rl_protocol.errors import BatchError, ConflictError, DuplicateKeyError, MissingDataError, PlaneTimeout
 from rl_protocol.ports import PlaneStats, RowChanges, RowFlags, RowHosts, Traffic
 from rl_protocol.support.host_identity import this_host
@@ -285,7 +286,7 @@ class MemoryDataPlane:
         ]
         if missing:
             raise MissingDataError(
-                f"{len(missing)} rows are not in partition {meta.partition!r}, the first is {missing[0]!r}.",
+                f"{counted(len(missing), 'row')} not in partition {meta.partition!r}, the first is {missing[0]!r}.",
                 keys=missing,
             )
         return rows

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import msgspec
 from msgspec.structs import asdict
 
+from rl_protocol.counted import counted
 from rl_protocol.ports import PlaneStats
 from rl_transferqueue.wire.messages import Metrics, OperationCount
 
@@ -50,7 +51,7 @@ def describe(now: Status, before: Status | None = None, seconds: float = 0.0) ->
     stats, metrics = now.stats, now.metrics
     share = f" ({stats.bytes_used / stats.bytes_capacity:.1%})" if stats.bytes_capacity else ""
     lines = [
-        f"plane     controller pid {now.controller_pid}, {now.storage_units} storage units",
+        f"plane     controller pid {now.controller_pid}, {counted(now.storage_units, 'storage unit')}",
         f"memory    {size(stats.bytes_used)} of {size(stats.bytes_capacity)}{share}",
         f"clients   {metrics.sessions} connected",
         f"waiting   {metrics.waiting - metrics.waiting_puts} for rows, {metrics.waiting_puts} for memory "

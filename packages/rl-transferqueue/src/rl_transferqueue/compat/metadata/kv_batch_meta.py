@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from rl_protocol.batch.row_ops import even_sizes
+from rl_protocol.counted import counted
 from rl_protocol.errors import BatchError
 from rl_transferqueue.compat.errors import KeyNotFoundError
 
@@ -100,7 +101,7 @@ class KVBatchMeta:
             raise BatchError("select_keys: a key occurs twice.")
         missing = [key for key in keys_to_select if key not in place]
         if missing:
-            raise KeyNotFoundError(f"{len(missing)} keys are not in this batch, the first is {missing[0]!r}.")
+            raise KeyNotFoundError(f"{counted(len(missing), 'key')} not in this batch, the first is {missing[0]!r}.")
         return self._rows([place[key] for key in keys_to_select])
 
     def reorder(self, indexes: list[int]) -> None:

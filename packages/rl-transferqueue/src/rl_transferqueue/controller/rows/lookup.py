@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from rl_protocol.counted import counted
 from rl_protocol.errors import DataLostError, MissingDataError
 from rl_transferqueue.controller.rows.block_table import Block
 from rl_transferqueue.controller.rows.column_places import Cells
@@ -28,7 +29,7 @@ def existing_slots(table: PartitionTable, partition: str, keys: tuple[str, ...],
         missing = [keys[i] for i in np.flatnonzero(other).tolist()] if other.any() else []
     if missing:
         raise MissingDataError(
-            f"{len(missing)} rows are not in partition {partition!r}, or have been replaced since; the first is {missing[0]!r}."
+            f"{counted(len(missing), 'row')} not in partition {partition!r}, or replaced since; the first is {missing[0]!r}."
         )
     return slots
 
