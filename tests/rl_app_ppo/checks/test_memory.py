@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rl_app_ppo.checks.memory import check_plane_size, step_bytes, trained_parameters
+from rl_app_ppo.checks import memory
+from rl_app_ppo.checks.memory import available_bytes, check_plane_size, step_bytes, trained_parameters
 from rl_app_ppo.cli.main import main
 from rl_app_ppo.config.loading import load_config
 from rl_protocol import ConfigError
@@ -124,3 +125,12 @@ def test_each_ends_with_exit_code_2_and_leaves_nothing(tmp_path, monkeypatch, ca
 def test_batches_that_are_generated_ahead_need_room_beside_a_validation():
     batch, validated = bytes_of(), bytes_of(validation_rows=10**6)
     assert bytes_of("async_rl.max_staleness=2", validation_rows=10**6) == 3 * batch + validated
+
+
+def test_the_memory_limit_of_a_container_counts(monkeypatch):
+    monkeypatch.setattr(memory, "memory_left", lambda: 5)
+    assert available_bytes() == 5
+    monkeypatch.setattr(memory, "memory_left", lambda: 2**62)
+    assert 0 < available_bytes() < 2**62
+    monkeypatch.setattr(memory, "memory_left", lambda: None)
+    assert available_bytes() > 0

@@ -16,6 +16,7 @@ from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.inputs.weight_files import weight_shapes
 from rl_protocol import ConfigError, SameLength
 from rl_protocol.rl_columns import ROUTED
+from rl_protocol.support.host.control_groups import memory_left
 from rl_trainer import StepGraph
 from rl_trainer.algorithms.staleness_policy import StalenessPolicy
 from rl_trainer.config.adapter_folder import join_expert_shapes
@@ -202,8 +203,9 @@ def check_plane_size(config: AppConfig, needed: int) -> None:
 
 
 def available_bytes() -> int:
-    """Memory available to new processes, bytes."""
-    return psutil.virtual_memory().available
+    """Memory available to new processes on this host and in this container, bytes."""
+    free, left = psutil.virtual_memory().available, memory_left()
+    return free if left is None else min(free, left)
 
 
 def shown_bytes(size: int) -> str:

@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+from rl_protocol.support.host.control_groups import core_quota
 from rl_protocol.support.host.portable import uses_linux
 
 EVERY_S = 0.25
@@ -54,8 +55,9 @@ def give_back_memory() -> None:
 
 
 def usable_cores() -> int:
-    """The cores that this process may run on; where a system has no such limit, all."""
-    return len(os.sched_getaffinity(0)) if uses_linux() else os.cpu_count() or 1
+    """The cores that this process may use, by its affinity and by the quota of its container."""
+    cores = len(os.sched_getaffinity(0)) if uses_linux() else os.cpu_count() or 1
+    return min(cores, core_quota() or cores)
 
 
 def _kill_after(parent: int) -> None:
