@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,7 +25,14 @@ def test_little_memory_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_machine_without_dev_shm_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(host, "SHM", tmp_path / "none")
-    assert "POSIX shared memory" in host.shared_memory_text()
+    assert host.shared_memory_text() == f"this system has no {tmp_path / 'none'}"
+
+
+def test_a_small_dev_shm_is_said_to_matter_to_those_that_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host.shutil, "disk_usage", lambda _: SimpleNamespace(free=64 << 20))
+    monkeypatch.setattr(host, "SHM", Path(__file__).parent)
+    with pytest.raises(ConfigError, match=r"^0\.1 GiB free, less than 1 GiB: enlarge /\S+ for Ray, NCCL and vLLM"):
+        host.shared_memory_text()
 
 
 @pytest.mark.parametrize(

@@ -73,14 +73,14 @@ def memory_text() -> str:
 
 
 def shared_memory_text() -> str:
-    """The free shared memory.
+    """The free space of /dev/shm, which the data plane and the weights of a model do not use.
 
     Raises:
         ConfigError: it is little.
     """
     if not SHM.is_dir():
-        return f"there is no {SHM}: the data plane uses POSIX shared memory"
-    return _room(shutil.disk_usage(SHM).free, 1, "enlarge it (docker run --shm-size=8g)")
+        return f"this system has no {SHM}"
+    return _room(shutil.disk_usage(SHM).free, 1, f"enlarge {SHM} for Ray, NCCL and vLLM (docker run --shm-size=8g)")
 
 
 def loopback_text() -> str:
