@@ -330,3 +330,8 @@ def test_a_container_file_starts_the_app_from_the_locked_environment(file: Path)
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert set(re.findall(r"--extra (\S+)", "\n".join(lines))) <= set(extras)
     assert json.loads(lines[-1].removeprefix("CMD ")) == ["uv", "run", "apps/ppo"]
+
+
+def test_no_image_takes_secrets_or_the_environment_of_the_host():
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()  # podman reads it, and Docker no other name
+    assert {".git", ".venv*", ".ray-token-*", "outputs"} <= set(ignored)
