@@ -332,6 +332,20 @@ def test_a_container_file_starts_the_app_from_the_locked_environment(file: Path)
     assert json.loads(lines[-1].removeprefix("CMD ")) == ["uv", "run", "apps/ppo"]
 
 
+@pytest.mark.parametrize("file", sorted((ROOT / "containers").iterdir()), ids=lambda path: path.name)
+def test_a_container_file_suits_any_user_and_keeps_its_dependencies(file: Path):
+    lines = [line for line in file.read_text().replace("\\\n", " ").splitlines() if not line.startswith("#")]
+    environment = dict(word.split("=", 1) for line in lines if line.startswith("ENV ") for word in line.split()[1:])
+    assert environment["UV_NO_CACHE"] == "1", "users other than root can't write the cache of root"
+    if "UV_PYTHON" in environment:
+        assert environment["UV_PYTHON_INSTALL_DIR"] == "/opt/python", "users other than root can't read below /root"
+    code = lines.index("COPY . .")
+    assert lines.index("COPY pyproject.toml uv.lock ./") < code
+    (dependencies,) = (line for line in lines[:code] if "uv.lock" not in line and "--frozen" in line)
+    assert "workspace" in dependencies, "members are not there yet"
+    assert any("install" in line and " wget " in line for line in lines), "the probes of KubeRay 1.5 call it"
+
+
 def test_no_image_takes_secrets_or_the_environment_of_the_host():
     ignored = (ROOT / ".dockerignore").read_text().splitlines()  # podman reads it, and Docker no other name
     assert {".git", ".venv*", ".ray-token-*", "outputs"} <= set(ignored)
