@@ -34,7 +34,7 @@ def test_a_container_of_version_2(host: Host) -> None:
     files = {
         "memory.max": str(4 * GIB),
         "memory.current": str(3 * GIB),
-        "memory.stat": f"anon {GIB}\ninactive_file {GIB}",
+        "memory.stat": f"anon {GIB}\ninactive_file {GIB - 512}\nactive_file 512",
     }
     host("0::/\n", {**files, "cpu.max": "250000 100000"})
     assert (memory_left(), core_quota()) == (2 * GIB, 2)

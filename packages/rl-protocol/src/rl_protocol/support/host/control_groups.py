@@ -55,7 +55,8 @@ def _room(group: Path) -> int | None:
     if not (limit.isdecimal() and used):
         return None
     counts = dict(line.split() for line in _text(group / "memory.stat").splitlines())
-    return int(limit) - int(used) + int(counts.get("total_inactive_file", counts.get("inactive_file", 0)))
+    pages = (int(counts.get(f"total_{kind}", counts.get(kind, 0))) for kind in ("inactive_file", "active_file"))
+    return int(limit) - int(used) + sum(pages)
 
 
 def _text(file: Path) -> str:
