@@ -10,6 +10,9 @@ if TYPE_CHECKING:
 else:
     import _signal as signal  # built in; `signal` imports other modules for longer than Python starts
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""What interrupts a command."""
+
 
 def rl() -> None:
     """Run the command `rl`."""
@@ -36,7 +39,7 @@ def end_at_signals() -> None:
 
     They do so while it imports, and at its end; `exit_code` handles them during a command.
     """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in SIGNALS:
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):  # else a caller's, or ignored
             signal.signal(number, end)
 

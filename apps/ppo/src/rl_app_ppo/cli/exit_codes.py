@@ -16,7 +16,7 @@ from types import FrameType
 from rich.console import Console
 from rich.text import Text
 
-from rl_app_ppo.cli.entry import end
+from rl_app_ppo.cli.entry import SIGNALS, end
 from rl_protocol import ConfigError, OutputError, RLError
 
 SAME_S = 1.0
@@ -46,7 +46,7 @@ def _interrupts_counted_once() -> Generator[None]:
     one would interrupt the clean-up after the first. SIGTERM and SIGHUP are left alone in a process
     that is not the command line's.
     """
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
     ours = {number: handler for number, handler in handlers.items() if handler in (end, signal.default_int_handler)}
     if threading.current_thread() is not threading.main_thread():
         yield
