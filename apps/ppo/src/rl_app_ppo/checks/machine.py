@@ -10,6 +10,7 @@ from rl_app_ppo.config.devices import PlannedProcess
 from rl_app_ppo.config.placement import rollout_in_actor
 from rl_app_ppo.config.schema import LOCAL, AppConfig
 from rl_protocol import ConfigError
+from rl_protocol.counted import counted
 from rl_protocol.support.network_interface import find_interface
 from rl_trainer.config.backends import require_gpu
 from rl_trainer.rewards import parse_terms
@@ -160,7 +161,7 @@ def check_cores(config: AppConfig, planned: Sequence[PlannedProcess], cores: int
     most = MOST_PER_CORE * cores
     if many := ", ".join(f"{key}={count}" for key, count in asked.items() if count > most):
         raise ConfigError(
-            f"{many} with {cores} core{'s' * (cores != 1)}: so many processes or threads wait for each other, and each process takes memory. "
+            f"{many} with {counted(cores, 'core')}: so many processes or threads wait for each other, and each process takes memory. "
             f"Set at most {most} ({MOST_PER_CORE} for each core)."
         )
 

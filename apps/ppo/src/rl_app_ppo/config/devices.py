@@ -10,6 +10,7 @@ from rl_app_ppo.config.hosts import GPUS_KEY, NODES_KEY, HostBundle, hosts_of, r
 from rl_app_ppo.config.placement import MODELS, SHARE_GPUS, Role, WorkerGroup, worker_groups
 from rl_app_ppo.config.schema import ALL_GPUS, AppConfig
 from rl_protocol import ConfigError
+from rl_protocol.counted import counted
 from rl_trainer.config.backends import MegatronConfig
 from rl_trainer.rewards import parse_terms
 from rl_trainer.rewards.scorer_toml import RewardModelConfig, is_scorer_toml, read_scorer_toml
@@ -142,7 +143,7 @@ def idle_gpus(config: AppConfig, planned: Iterable[PlannedProcess], gpus: int) -
         return ""
     return (
         f"the models train on the CPU (model_engine={config.model_engine}) while "
-        f"{idle} GPU{'s' * (idle != 1)} of this node stand{'s' * (idle == 1)} idle; set "
+        f"{counted(idle, 'GPU')} of this node stand{'s' * (idle == 1)} idle; set "
         f"{config.model_engine}.device=auto to train on a GPU, or {GPUS_KEY}=0 to use none."
     )
 
@@ -175,7 +176,7 @@ def _check_cpu(asked: Mapping[Role, _Need], config: AppConfig) -> None:
     for role, need in asked.items():
         if need.setting:
             raise ConfigError(
-                f"{need.setting} needs {need.gpus} GPU{'s' * (need.gpus != 1)} for each process of {role}, and {none}. Change one of them."
+                f"{need.setting} needs {counted(need.gpus, 'GPU')} for each process of {role}, and {none}. Change one of them."
             )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from rl_app_ppo.config.placement import WorkerGroup
 from rl_app_ppo.config.schema import AppConfig
 from rl_protocol import ConfigError
+from rl_protocol.counted import counted
 from rl_trainer.config.backends import MegatronConfig
 from rl_transferqueue import TransferQueueConfig
 
@@ -47,7 +48,7 @@ class NodeResources:
 
 
 def _resources(gpus: int, cpus: float) -> str:
-    return f"{gpus} GPU{'s' * (gpus != 1)}, {cpus:g} CPU{'s' * (cpus != 1)}"
+    return f"{counted(gpus, 'GPU')}, {cpus:g} CPU{'s' * (cpus != 1)}"
 
 
 def hosts_of(
@@ -128,7 +129,7 @@ def match_nodes(bundles: Sequence[HostBundle], nodes: Sequence[NodeResources]) -
         if not place(number, set()):
             shown = "; ".join(map(str, nodes)) or "none"
             raise ConfigError(
-                f"The run needs {len(bundles)} host{'s' * (len(bundles) != 1)} ({NODES_KEY}), and the Ray cluster has no node for {bundle}. Wanted: "
+                f"The run needs {counted(len(bundles), 'host')} ({NODES_KEY}), and the Ray cluster has no node for {bundle}. Wanted: "
                 f"{'; '.join(map(str, bundles))}. Nodes: {shown}. Add nodes, or lower {_remedies(bundle, nodes, len(bundles))}."
             )
 

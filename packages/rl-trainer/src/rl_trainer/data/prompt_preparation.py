@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from rl_protocol import ConfigError, SchemaError
+from rl_protocol.counted import counted
 from rl_protocol.errors import UNREADABLE
 from rl_trainer.data.arrow_tables import BATCH_ROWS, parquet_rows, prompt_writer, saved_rows
 from rl_trainer.data.bad_rows import ROW_FORMAT, BadRows
@@ -67,7 +68,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Most tokens of a prompt that stand for images."""
 
     def __str__(self) -> str:
-        return f"{self.bad} bad row{'s' * (self.bad != 1)}: {'; '.join(self.bad_rows)}"
+        return f"{counted(self.bad, 'bad row')}: {'; '.join(self.bad_rows)}"
 
 
 def prepare(files: DataFiles, encoder: PromptEncoder, target: Path) -> Report:

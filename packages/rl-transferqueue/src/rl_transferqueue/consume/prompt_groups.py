@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from rl_protocol.batch.row_key import key_text
+from rl_protocol.counted import counted
 from rl_protocol.errors import BatchError, ConfigError, RolloutError
 from rl_protocol.ports import GroupFailure, GroupStatus, Lease
 from rl_protocol.ports.replay import Outcome
@@ -252,7 +253,7 @@ class GroupBook:
         if failed := [group for group in self._with("failed") if uids is None or group.uid in uids]:
             first = failed[0]
             raise RolloutError(
-                f"The rollout of {len(failed)} prompt{'s' * (len(failed) != 1)} failed. The first is {first.uid!r}, in attempt {first.attempt + 1}: "
+                f"The rollout of {counted(len(failed), 'prompt')} failed. The first is {first.uid!r}, in attempt {first.attempt + 1}: "
                 f"{first.reason.rstrip('.')}. Set ReplayConfig.on_failure=refill to roll such prompts out again, at most "
                 "ReplayConfig.max_attempts times, or discard their groups."
             )
