@@ -201,7 +201,7 @@ def test_images_count_in_the_passes_of_those_that_see(make_vision_model):
     again = load_config([*whole, "actor.ppo_max_token_len=200", "torch.activation_checkpointing=true"])
     between = 4 * (size.layers * size.hidden * 200 + tower.layers * tower.hidden * 2 * 16 * 4)
     assert role_bytes("actor", again, size, image_tokens=16)["activations"] == layer + between
-    assert role_bytes("ref", config, size, image_tokens=16)["activations"] == layer // 2
+    assert role_bytes("ref", config, size, image_tokens=16)["activations"] == layer
     assert "images" not in text
 
 
@@ -239,7 +239,7 @@ def test_what_a_role_holds(folder):
     assert role_bytes("critic", config, size, on_gpu=True).keys() == {*lasting, *gathered, "activations"}
     kept = lasting["gradients"] + of_pass["activations"] // LAYERS
     assert role_bytes("actor", config, size)["allocator"] == kept + (80 << 20)
-    layer = {"gathered weights": 4 * (outside + 2 * block), "activations": size.activations(64, 4) // (2 * LAYERS)}
+    layer = {"gathered weights": 4 * (outside + 2 * block), "activations": size.activations(64, 4) // LAYERS}
     assert role_bytes("ref", config, size, on_gpu=True) == {"weights": 2 * size.weights} | layer
     copies = role_bytes("rollout", config, size)
     assert copies["weights"] == copies["arriving weights"] == 4 * size.weights

@@ -20,10 +20,8 @@ _CHUNK_COPIES = 3
 """Log-probs, probabilities or their gradient, and two in bfloat16 (logits, gradient) or none."""
 _KERNELS = 80 << 20
 """Scratch memory and code of kernels on the CPU, and pages of the allocator between tensors."""
-_FORWARD = 64 << 20
+_FORWARD = 40 << 20
 """`_KERNELS` of forward passes alone."""
-_LIVE = 2
-"""A pass without gradients holds about half of what a layer keeps for its backward pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +235,7 @@ def _reference(config: AppConfig, of_pass: _Pass, *, on_gpu: bool) -> dict[str, 
         outside, block = element * size.outside, element * size.blocks // size.layers
     parts = (
         {"gathered weights": 2 * outside},
-        {"gathered weights": outside + 2 * block, "activations": of_pass.layer // _LIVE},
+        {"gathered weights": outside + 2 * block, "activations": of_pass.layer},
         {"gathered weights": outside, "logits": _logits(size, of_pass.tokens)},
     )
     largest = max(parts, key=lambda part: sum(part.values())) | of_pass.images
