@@ -82,19 +82,21 @@ def test_ranks_that_train_on_rows_of_their_own_host_move_fewer_bytes_between_hos
 
 
 @pytest.mark.nightly
-def test_two_network_namespaces_learn_what_one_host_does(app, base_model, tmp_path, monkeypatch):
+@pytest.mark.parametrize("engine", ["tcp", "gloo"])
+def test_two_network_namespaces_learn_what_one_host_does(app, base_model, tmp_path, monkeypatch, engine):
     """Ranks and the ends of the weight sync find the cable by the way to the head of Ray: loopback
     leads to no other process.
     """
     alone = app(*RANKS, "trainer.run_name=one")
     assert alone.code == 0, alone.err
     private_cluster(monkeypatch, tmp_path)
+    monkeypatch.setenv("RL_CKPT_TRUSTED_NETWORK", "1")  # gloo has no keys
     address, environment = f"{HEAD}:{PORT}", dict(os.environ)
     settings = (
         *(f"model.path={base_model}", f"trainer.output_dir={tmp_path}", "trainer.run_name=two"),
         *("trainer.total_training_steps=2", "data.val_size=32", "data.train_batch_size=8"),
         *("actor.ppo_mini_batch_size=8", f"ray.address={address}", f"transfer_queue.listen={HEAD}"),
-        *("checkpoint_engine.backend=tcp", "ray.start_timeout_s=400"),
+        *(f"checkpoint_engine.backend={engine}", "ray.start_timeout_s=400"),
     )
     words = [sys.executable, str(Path(__file__).parents[3] / "apps" / "ppo"), *RANKS, "trainer.nnodes=2", *settings]
     with namespaces() as (first, second), two_nodes_in(first, second, environment):

@@ -18,7 +18,12 @@ from rl_app_ppo.config import rollout_engines
 from rl_app_ppo.config.devices import plan_processes
 from rl_app_ppo.config.loading import load_config
 from rl_ckpt_engine import PluginPolicy
+from rl_ckpt_engine.engines.network.tcp import TcpEngine
+from rl_ckpt_engine.engines.network.torch_group import GlooEngine
+from rl_ckpt_engine.engines.one_host.shm import ShmEngine
+from rl_ckpt_engine.engines.storage.disk import DiskEngine
 from rl_protocol import ConfigError
+from rl_protocol.support.network_interface import NetworkInterface
 from rl_rollout_vllm import VLLMUnavailableError
 
 CPU = ("cpu",)
@@ -183,10 +188,30 @@ def test_the_check_is_part_of_those_before_the_start(on):
 def test_several_hosts_need_a_cluster_a_plane_and_a_weight_engine_that_reach_them(overrides, words):
     config = load_config(["trainer.nnodes=2", *overrides])
     with pytest.raises(ConfigError, match=words):
-        machine.check_hosts(config, one_host=True)
-    machine.check_hosts(load_config(["trainer.nnodes=1", *overrides]), one_host=True)
-    reached = load_config(["trainer.nnodes=2", "ray.address=auto", "transfer_queue.listen=10.0.0.1"])
-    machine.check_hosts(reached, one_host=False)
+        machine.check_hosts(config, ShmEngine)
+    machine.check_hosts(load_config(["trainer.nnodes=1", *overrides]), ShmEngine)
+    reached = load_config(["trainer.nnodes=2", "ray.address=auto", "transfer_queue.listen=127.0.0.1"])
+    machine.check_hosts(reached, DiskEngine)
+
+
+@pytest.mark.parametrize(
+    ("backend", "engine", "variable", "value"),
+    [("tcp", TcpEngine, "RL_CKPT_KEY", "k" * 32), ("gloo", GlooEngine, "RL_CKPT_TRUSTED_NETWORK", "1")],
+)
+def test_a_weight_engine_that_other_hosts_reach_needs_a_key_or_a_trusted_network(
+    monkeypatch, backend, engine, variable, value
+):
+    monkeypatch.setattr(machine, "interface_towards", lambda host: NetworkInterface("eth0", host))
+    words = ["trainer.nnodes=2", "ray.address=auto", "placement=separate", f"checkpoint_engine.backend={backend}"]
+    for listen in ("10.0.0.1", "10.0.0.1:5600"):
+        config = load_config([*words, f"transfer_queue.listen={listen}"])
+        monkeypatch.delenv(variable, raising=False)
+        with pytest.raises(
+            ConfigError, match=rf"^trainer\.nnodes=2: .*listen=10\.0\.0\.1 accepts other hosts, .*{variable}"
+        ):
+            machine.check_hosts(config, engine)
+        monkeypatch.setenv(variable, value)
+        machine.check_hosts(config, engine)
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,8 @@ class CheckpointEngineConfig(Options):
     )
     listen: str = option(
         "127.0.0.1",
-        "engine tcp: address the sender listens at; any but loopback needs a key (RL_CKPT_KEY_FILE). In an app on several hosts loopback stands "
-        "for the address of the sender's host",
+        "engines tcp, gloo and nccl: address the sender listens at; any but loopback needs a key (RL_CKPT_KEY_FILE) with tcp, and with the "
+        "others, which have no keys, RL_CKPT_TRUSTED_NETWORK=1. In an app on several hosts loopback stands for the address of the sender's host",
     )
     directory: str = option("", "engine disk: folder that the sender and all receivers see; versions are put there")
 

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 
-from rl_ckpt_engine.engines.network.process_group import ProcessGroup
-from rl_ckpt_engine.engines.network.torch_group import GlooCollective
+import msgspec
+import pytest
+
+from rl_ckpt_engine import CheckpointEngineConfig
+from rl_ckpt_engine.engines.network import process_group
+from rl_ckpt_engine.engines.network.process_group import ProcessGroup, places_of
+from rl_ckpt_engine.engines.network.torch_group import GlooCollective, GlooEngine
+from rl_ckpt_engine.testing import make_weights
+from rl_protocol import ConfigError, WeightSyncError
 
 
 def test_leaving_a_group_does_not_wait_for_its_destructor():
@@ -21,7 +29,7 @@ def test_leaving_a_group_does_not_wait_for_its_destructor():
             release.wait(60)
             ended.set()
 
-    group = ProcessGroup(GlooCollective(), abandoned=lambda: None)
+    group = ProcessGroup("127.0.0.1", GlooCollective(), abandoned=lambda: None)
     group._group = Group()
     group.leave()
     assert seen == ["abort"]
@@ -30,3 +38,59 @@ def test_leaving_a_group_does_not_wait_for_its_destructor():
     assert ended.wait(60)
     group.leave()
     assert seen == ["abort"]
+
+
+def test_the_sender_listens_at_its_address_and_receivers_find_the_way_there():
+    """127.0.0.2 is another address of loopback, at which no other socket of the test listens."""
+    sender = GlooEngine(CheckpointEngineConfig(listen="127.0.0.2"))
+    receiver = GlooEngine()
+    topology = GlooEngine.build_topology(sender.prepare(), [receiver.prepare()])
+    assert {msgspec.msgpack.decode(place)["host"] for place in (topology.sender, *topology.receivers)} == {"127.0.0.2"}
+    weights = make_weights([(1000, 100), (7,)], seed=3)
+
+    async def move():
+        for engine, place in ((sender, topology.sender), (receiver, topology.receivers[0])):
+            engine.init_process_group(place)
+        await asyncio.gather(sender.join(timeout_s=60), receiver.join(timeout_s=60))
+        manifest = await sender.send_weights(weights, 1, timeout_s=60)
+        received, _ = await asyncio.gather(
+            receiver.receive_weights(manifest, timeout_s=60), sender.serve(manifest, timeout_s=60)
+        )
+        return [(one.name, one.data.tobytes()) for one in received]
+
+    try:
+        assert asyncio.run(move()) == [(one.name, one.data.tobytes()) for one in weights]
+    finally:
+        sender.close()
+        receiver.close()
+
+
+def test_an_address_that_other_hosts_reach_needs_a_trusted_network(monkeypatch):
+    monkeypatch.delenv("RL_CKPT_TRUSTED_NETWORK", raising=False)
+    config = CheckpointEngineConfig(listen="192.0.2.1")
+    with pytest.raises(
+        ConfigError, match=r"192\.0\.2\.1 accepts other hosts.* RL_CKPT_TRUSTED_NETWORK=1 .*'gloo' has no keys"
+    ):
+        GlooEngine(config)
+    monkeypatch.setenv("RL_CKPT_TRUSTED_NETWORK", "1")
+    here, elsewhere = GlooEngine(), GlooEngine(config)  # 192.0.2.1 is an address of another host
+    try:
+        assert places_of(here.prepare(), [elsewhere.prepare()]).receivers
+        with pytest.raises(WeightSyncError, match=r"can't listen at 192\.0\.2\.1.* set CheckpointEngineConfig\.listen"):
+            places_of(elsewhere.prepare(), [here.prepare()])
+    finally:
+        elsewhere.close()
+        here.close()
+
+
+def test_a_receiver_without_a_way_to_the_sender_says_so(monkeypatch):
+    def no_way(peer):
+        raise ConfigError(f"no route to {peer}")
+
+    monkeypatch.setattr(process_group, "interface_towards", no_way)
+    sender, receiver = GlooEngine(), GlooEngine()
+    receiver.init_process_group(places_of(sender.prepare(), [receiver.prepare()]).receivers[0])
+    with pytest.raises(WeightSyncError, match=r"Joining a group failed: no route to 127\.0\.0\.1"):
+        asyncio.run(receiver.join(timeout_s=60))
+    sender.close()
+    receiver.close()

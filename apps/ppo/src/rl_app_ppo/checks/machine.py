@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from rl_app_ppo.config.devices import PlannedProcess
 from rl_app_ppo.config.placement import rollout_in_actor
 from rl_app_ppo.config.schema import LOCAL, AppConfig
+from rl_ckpt_engine import CheckpointEngine
 from rl_protocol import ConfigError
 from rl_protocol.counted import counted
-from rl_protocol.support.network_interface import find_interface
+from rl_protocol.support.network_interface import LOOPBACK, find_interface, interface_towards
 from rl_trainer.config.backends import require_gpu
 from rl_trainer.rewards import parse_terms
 from rl_trainer.rewards.scorer_toml import RewardModelConfig, is_scorer_toml, read_scorer_toml
@@ -64,15 +66,15 @@ def check_network(config: AppConfig) -> None:
         find_interface(config.trainer.network_interface)
 
 
-def check_hosts(config: AppConfig, *, one_host: bool) -> None:
+def check_hosts(config: AppConfig, engine: type[CheckpointEngine]) -> None:
     """Check that what processes on several hosts use reaches across them.
 
     Args:
         config: the configuration of the run.
-        one_host: the weight engine of `checkpoint_engine.backend` works within one host.
+        engine: the weight engine of `checkpoint_engine.backend`.
 
     Raises:
-        ConfigError: it does not; names the key to change.
+        ConfigError: it does not, or the engine lacks a key; names what to change.
     """
     if config.trainer.nnodes == 1:
         return
@@ -87,18 +89,40 @@ def check_hosts(config: AppConfig, *, one_host: bool) -> None:
             f"{several} needs a data plane that processes of other hosts reach; set transfer_queue.listen to an address of this host and its "
             "key, or trainer.nnodes=1."
         )
-    check_engine_of_hosts(config, one_host=one_host)
+    check_engine_of_hosts(config, engine)
+    if _sends(config) and "cpu" in engine.capabilities.devices:
+        try:
+            engine.create(replace(config.checkpoint_engine, listen=_weights_address(config))).close()
+        except ConfigError as error:
+            raise ConfigError(f"{several}: {error}") from error
 
 
-def check_engine_of_hosts(config: AppConfig, *, one_host: bool) -> None:
+def check_engine_of_hosts(config: AppConfig, engine: type[CheckpointEngine]) -> None:
     """Check that the weight engine reaches all hosts, a part of `check_hosts`."""
     several = f"trainer.nnodes={config.trainer.nnodes}"
-    sends = config.checkpoint_engine.enabled and not rollout_in_actor(config.placement)
-    if one_host and config.trainer.nnodes > 1 and sends:
+    if engine.capabilities.same_host_only and config.trainer.nnodes > 1 and _sends(config):
         raise ConfigError(
             f"{several}, but checkpoint_engine.backend={config.checkpoint_engine.backend} works within one host; set it to tcp, "
             "whose ends need a key (RL_CKPT_KEY_FILE), or to disk, in a folder that all hosts share, or set trainer.nnodes=1."
         )
+
+
+def _sends(config: AppConfig) -> bool:
+    """Whether weights move between processes."""
+    return config.checkpoint_engine.enabled and not rollout_in_actor(config.placement)
+
+
+def _weights_address(config: AppConfig) -> str:
+    """An address of this host like that at which the sender of the weights listens, as far as known
+    before the start."""
+    listen, interface = config.checkpoint_engine.listen, config.trainer.network_interface
+    if listen != LOOPBACK:
+        return listen
+    if interface:
+        return find_interface(interface).address
+    plane = config.transfer_queue.listen
+    host = plane.rpartition(":")[0] or plane
+    return LOOPBACK if ":" in host else interface_towards(host).address  # of IPv6 nothing is known
 
 
 def check_gpus(config: AppConfig, sync_devices: tuple[str, ...]) -> None:

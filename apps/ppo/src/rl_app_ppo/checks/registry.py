@@ -372,7 +372,7 @@ CHECKS = (
     ),
     Check(
         name="hosts",
-        look=lambda facts: check_hosts(facts.config, one_host=facts.sync.capabilities.same_host_only),
+        look=lambda facts: check_hosts(facts.config, facts.sync),
         fine="the processes reach each other",
         used_by=BEFORE,
         remedy="ray.address, transfer_queue.listen, checkpoint_engine.backend",

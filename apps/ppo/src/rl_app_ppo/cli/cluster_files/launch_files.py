@@ -72,7 +72,7 @@ def launch_text(
         raise ConfigError(
             f"--launch needs the GPUs of each host; got trainer.n_gpus_per_node={gpus}. Set their number, or 0 for a run on CPUs."
         )
-    check_engine_of_hosts(config, one_host=Facts(config, plugins).sync.capabilities.same_host_only)
+    check_engine_of_hosts(config, Facts(config, plugins).sync)
     extras = filter(None, (config.backend.extra, config.generator.extra(lambda: gpus)[0]))
     job = ClusterJob(
         name=_job_name(config.trainer.run_name) or f"rl-{algorithm_label(config)}",

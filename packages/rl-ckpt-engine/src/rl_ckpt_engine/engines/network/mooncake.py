@@ -14,12 +14,11 @@ from typing import Any, ClassVar
 from rl_ckpt_engine.config import CheckpointEngineConfig
 from rl_ckpt_engine.engines.base.publishing_engine import PublishingEngine
 from rl_ckpt_engine.engines.contract import Capabilities
+from rl_ckpt_engine.engines.network.listen_address import TRUSTED, network_is_trusted
 from rl_ckpt_engine.engines.network.remote_read import Bytes, ReadsRemotely, RegisteredSlot, RemoteReads, address_of
 from rl_ckpt_engine.payload.block_stream import Deadline
 from rl_protocol.errors import ConfigError, WeightSyncError
 
-TRUSTED = "RL_CKPT_TRUSTED_NETWORK"
-"""Environment variable; 1 means that only processes of the run can reach this host."""
 PROTOCOL = "RL_CKPT_MOONCAKE_PROTOCOL"
 """Environment variable: tcp (default) or rdma."""
 _POLL_S = 0.0005
@@ -126,7 +125,7 @@ class MooncakeEngine(ReadsRemotely[Transfer], PublishingEngine[RegisteredSlot[Tr
     def __init__(self, config: CheckpointEngineConfig | None = None) -> None:
         super().__init__(config)
         _load()
-        if os.environ.get(TRUSTED) != "1":
+        if not network_is_trusted():
             raise ConfigError(
                 "Engine 'mooncake' listens on all addresses of this host without authentication: any process that reaches it can read and write "
                 f"the weights. Set the environment variable {TRUSTED}=1 if only the run reaches this host, or set CheckpointEngineConfig.backend to "

@@ -1,8 +1,9 @@
 """A torch.distributed process group that broadcasts buckets of host memory from its first member.
 
 It exists besides the default group of the process, is kept while its members stay the same, and is
-never reused after a failure. Gloo and the TCP store have no authentication, so both are restricted
-to loopback.
+never reused after a failure. Gloo, NCCL and the TCP store have no authentication: they listen only
+on the interface of the sender's address, or of the way to it, and keys of the store begin with a
+digest of random numbers of the members.
 """
 # torch documents the stores of torch.distributed but does not list them in __all__.
 # pyright: reportPrivateImportUsage=false
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import secrets
 import socket
 import threading
@@ -28,9 +30,9 @@ from rl_ckpt_engine.engines.contract import Topology
 from rl_ckpt_engine.payload.block_stream import Deadline
 from rl_ckpt_engine.payload.digests import digest_of
 from rl_ckpt_engine.payload.manifest import DIGEST_BYTES, decode_struct
-from rl_protocol.errors import WeightSyncError
+from rl_protocol.errors import ConfigError, WeightSyncError
+from rl_protocol.support.network_interface import NetworkInterface, find_interface, interface_towards
 
-LOOPBACK = "127.0.0.1"
 _ABORT_S = 5.0
 T = TypeVar("T")
 
@@ -38,8 +40,9 @@ T = TypeVar("T")
 class GroupMember(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Metadata of one member."""
 
+    host: str
     port: int
-    """Port of the store; only the sender's is used."""
+    """Address of the store; only the sender's is used. Port 0: `host` is another host's address."""
     token: bytes
     """Random id, new for each group."""
 
@@ -51,8 +54,9 @@ class GroupPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     rank: int
     """0 is the sender."""
     size: int
+    host: str
     port: int
-    """Port of the sender's store."""
+    """Address of the sender's store."""
 
 
 _member_decoder = msgspec.msgpack.Decoder(GroupMember)
@@ -82,8 +86,15 @@ class Transfer:
 class Collective(Protocol):
     """The part of a group that depends on the device."""
 
-    def form(self, store: dist.Store, place: GroupPlace, timeout: timedelta) -> Any:
-        """Create the process group; blocks until all members have joined."""
+    def form(self, store: dist.Store, place: GroupPlace, interface: NetworkInterface, timeout: timedelta) -> Any:
+        """Create the process group; blocks until all members have joined.
+
+        Args:
+            store: keys and values that the members share.
+            place: of this member.
+            interface: through which the members reach this one.
+            timeout: longest wait.
+        """
         ...
 
     def start(self, group: Any, rank: int, memory: torch.Tensor) -> Transfer:
@@ -95,11 +106,13 @@ class ProcessGroup:
     """This process's membership in one group after another.
 
     Args:
+        listen: address at which the sender's store listens.
         collective: how members of the group broadcast.
         abandoned: called when a broadcast ends early: it may still write into its memory.
     """
 
-    def __init__(self, collective: Collective, abandoned: Callable[[], None]) -> None:
+    def __init__(self, listen: str, collective: Collective, abandoned: Callable[[], None]) -> None:
+        self._listen = listen
         self._collective = collective
         self._abandoned = abandoned
         self._listener: socket.socket | None = None
@@ -110,11 +123,19 @@ class ProcessGroup:
         self._group: Any = None
 
     def member(self) -> bytes:
-        """This member's metadata; they change after each `place`."""
+        """This member's metadata; they change after each `place`.
+
+        Raises:
+            WeightSyncError: it can't listen there.
+        """
         if self._port == 0:
-            self._listener = socket.create_server((LOOPBACK, 0))
-            self._port = int(self._listener.getsockname()[1])
-        return msgspec.msgpack.encode(GroupMember(port=self._port, token=self._token))
+            try:
+                self._listener = socket.create_server((self._listen, 0))
+                self._port = int(self._listener.getsockname()[1])
+            except OSError as error:
+                if error.errno != errno.EADDRNOTAVAIL:
+                    raise WeightSyncError(f"A group can't listen at {self._listen}: {error}.") from error
+        return msgspec.msgpack.encode(GroupMember(host=self._listen, port=self._port, token=self._token))
 
     def place(self, member: bytes) -> None:
         """Leave the current group and set the next one, which `join` forms."""
@@ -133,13 +154,14 @@ class ProcessGroup:
             raise WeightSyncError("There is no group to join; call init_process_group first.")
         with _named(f"Joining the group of {self._place.size} as rank {self._place.rank}"):
             place, timeout = self._place, timedelta(seconds=timeout_s)
-            self._group = await _beside(lambda: self._meet(place, timeout), timeout_s)
+            interface = _interface_of(place)
+            self._group = await _beside(lambda: self._meet(place, interface, timeout), timeout_s)
 
-    def _meet(self, place: GroupPlace, timeout: timedelta) -> Any:
+    def _meet(self, place: GroupPlace, interface: NetworkInterface, timeout: timedelta) -> Any:
         if place.rank == 0 and self._store is None:
             assert self._listener is not None, "member() was called"
             self._store = dist.TCPStore(
-                LOOPBACK,
+                place.host,
                 place.port,
                 None,
                 True,
@@ -149,8 +171,8 @@ class ProcessGroup:
             )
         store = self._store
         if place.rank != 0 or store is None:
-            store = dist.TCPStore(LOOPBACK, place.port, None, False, timeout, wait_for_workers=False)
-        return self._collective.form(dist.PrefixStore(place.group.hex(), store), place, timeout)
+            store = dist.TCPStore(place.host, place.port, None, False, timeout, wait_for_workers=False)
+        return self._collective.form(dist.PrefixStore(place.group.hex(), store), place, interface, timeout)
 
     def require(self) -> None:
         """Check that this process is a member of a group.
@@ -214,17 +236,34 @@ def places_of(sender: bytes, receivers: Sequence[bytes]) -> Topology:
     """The place of each member in the group of these members.
 
     Raises:
-        WeightSyncError: metadata can't be decoded.
+        WeightSyncError: metadata can't be decoded, or the sender can't listen.
     """
     members = [
         decode_struct(_member_decoder, metadata, "metadata of a member of a group") for metadata in (sender, *receivers)
     ]
+    first = members[0]
+    if first.port == 0:
+        raise WeightSyncError(
+            f"The sender of a group can't listen at {first.host}, which is not an address of its host: set CheckpointEngineConfig.listen."
+        )
     group, size = digest_of(b"".join(member.token for member in members)), len(members)
     places = [
-        msgspec.msgpack.encode(GroupPlace(group=group, rank=rank, size=size, port=members[0].port))
+        msgspec.msgpack.encode(GroupPlace(group=group, rank=rank, size=size, host=first.host, port=first.port))
         for rank in range(size)
     ]
     return Topology(sender=places[0], receivers=tuple(places[1:]))
+
+
+def _interface_of(place: GroupPlace) -> NetworkInterface:
+    """The interface of the sender's address, or that through which a receiver reaches it.
+
+    Raises:
+        WeightSyncError: there is none.
+    """
+    try:
+        return find_interface(place.host) if place.rank == 0 else interface_towards(place.host)
+    except ConfigError as error:
+        raise WeightSyncError(f"Joining a group failed: {error}") from error
 
 
 @contextlib.contextmanager

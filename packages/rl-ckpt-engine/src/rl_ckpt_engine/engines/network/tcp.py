@@ -23,7 +23,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import AsyncGenerator, Sequence
 from typing import ClassVar
 
@@ -33,12 +32,11 @@ from rl_ckpt_engine.engines.base.prefetch import Prefetch
 from rl_ckpt_engine.engines.base.publishing_engine import PublishingEngine
 from rl_ckpt_engine.engines.base.receive_buffer import Bucket
 from rl_ckpt_engine.engines.contract import Capabilities
+from rl_ckpt_engine.engines.network.listen_address import listen_address
 from rl_ckpt_engine.engines.network.tcp_secret import HOW_TO_SET, load_key
 from rl_ckpt_engine.engines.network.tcp_transport import TcpTransport, read_member
 from rl_ckpt_engine.payload.block_stream import Deadline
 from rl_ckpt_engine.payload.manifest import Manifest
-from rl_protocol.errors import ConfigError
-from rl_protocol.support.shared_secret import Secret
 
 
 class TcpEngine(PublishingEngine[Slot]):
@@ -65,7 +63,7 @@ class TcpEngine(PublishingEngine[Slot]):
     def __init__(self, config: CheckpointEngineConfig | None = None) -> None:
         super().__init__(config)
         key = load_key()
-        host = _listen_address(self._config.listen, key)
+        host = listen_address(self._config.listen, allowed=bool(key), need=f"a key: {HOW_TO_SET}")
         self._transport = TcpTransport(
             self.name, host, key, self._sending.versions.find, newest=lambda: self._sending.newest
         )
@@ -103,21 +101,3 @@ class TcpEngine(PublishingEngine[Slot]):
         self._transport.close()
         with self._transport.lock:
             super().close()
-
-
-def _listen_address(listen: str, key: Secret) -> str:
-    try:
-        address = ipaddress.ip_address(listen)
-    except ValueError:
-        raise ConfigError(
-            f"CheckpointEngineConfig.listen must be an IP address of this host; got {listen!r}."
-        ) from None
-    if address.is_unspecified:
-        raise ConfigError(
-            f"CheckpointEngineConfig.listen must name one address that receivers can reach; got {listen!r}."
-        )
-    if not address.is_loopback and not key:
-        raise ConfigError(
-            f"CheckpointEngineConfig.listen={listen} accepts other hosts, which needs a key: {HOW_TO_SET}."
-        )
-    return listen

@@ -3,12 +3,17 @@
 Sender and receivers keep the group while its members stay the same. The next bucket is broadcast
 while receivers verify the last one. If a member dies or is late, all members fail within the
 deadline, and the manager forms a new group without it.
+
+Beyond loopback (CheckpointEngineConfig.listen) any process that reaches the interface could join a
+group or send bytes to it, so the operator must declare the network as trusted. Digests detect
+damage, not forgery.
 """
 # torch documents the stores of torch.distributed but does not list them in __all__.
 # pyright: reportPrivateImportUsage=false
 
 from __future__ import annotations
 
+import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -28,8 +33,8 @@ from rl_ckpt_engine.engines.base.receive_buffer import (
 from rl_ckpt_engine.engines.base.sent_versions import Published
 from rl_ckpt_engine.engines.base.version_sender import VersionSender
 from rl_ckpt_engine.engines.contract import Capabilities, CheckpointEngine, Topology
+from rl_ckpt_engine.engines.network.listen_address import TRUSTED, listen_address, network_is_trusted
 from rl_ckpt_engine.engines.network.process_group import (
-    LOOPBACK,
     Collective,
     GroupPlace,
     ProcessGroup,
@@ -40,10 +45,16 @@ from rl_ckpt_engine.payload.block_stream import Deadline
 from rl_ckpt_engine.payload.manifest import Manifest, WeightKind
 from rl_protocol.batch.weight_tensor import WeightTensor
 from rl_protocol.errors import ConfigError, WeightSyncError
+from rl_protocol.support.network_interface import NetworkInterface
 
 
 class TorchGroupEngine(CheckpointEngine):
-    """Broadcasts from a sender's versions into receivers' buffers, over a `ProcessGroup`."""
+    """Broadcasts from a sender's versions into receivers' buffers, over a `ProcessGroup`.
+
+    Raises:
+        ConfigError: `listen` is not an address, or is not loopback and the network is not declared
+            as trusted.
+    """
 
     def __init__(self, config: CheckpointEngineConfig | None = None) -> None:
         self._config = CheckpointEngineConfig() if config is None else config
@@ -51,7 +62,9 @@ class TorchGroupEngine(CheckpointEngine):
         self._offered: VersionSender[Slot] | None = None
         self._buffers = ReceiveBuffers(self._config.bucket_bytes)
         self._received: Manifest | None = None
-        self._group = ProcessGroup(self._new_collective(), lambda: self._buffers.current.clear())
+        need = f"{TRUSTED}=1 in the environment of sender and receivers, as engine {self.name!r} has no keys; engine 'tcp' has"
+        listen = listen_address(self._config.listen, allowed=network_is_trusted(), need=need)
+        self._group = ProcessGroup(listen, self._new_collective(), lambda: self._buffers.current.clear())
 
     @classmethod
     def create(cls, config: CheckpointEngineConfig) -> Self:
@@ -167,12 +180,12 @@ class TorchGroupEngine(CheckpointEngine):
 
 
 class GlooEngine(TorchGroupEngine):
-    """Broadcasts between processes of one host, directly between host memory."""
+    """Broadcasts directly between host memory."""
 
     API_VERSION: ClassVar[int] = 1
     name: ClassVar[str] = "gloo"
     capabilities: ClassVar[Capabilities] = Capabilities(
-        same_host_only=True, zero_copy=False, elastic=False, devices=("cpu",), shares=True
+        same_host_only=False, zero_copy=False, elastic=False, devices=("cpu",), shares=True
     )
 
     def _new_collective(self) -> Collective:
@@ -180,12 +193,12 @@ class GlooEngine(TorchGroupEngine):
 
 
 class GlooCollective:
-    """Broadcasts host memory over loopback."""
+    """Broadcasts host memory over TCP."""
 
-    def form(self, store: dist.Store, place: GroupPlace, timeout: timedelta) -> Any:
+    def form(self, store: dist.Store, place: GroupPlace, interface: NetworkInterface, timeout: timedelta) -> Any:
         gloo = cast("Any", dist.ProcessGroupGloo)  # torch has no public way to choose the interface of one group
         options = gloo._Options()
-        options._devices = [gloo.create_device(hostname=LOOPBACK)]
+        options._devices = [gloo.create_device(hostname=interface.address)]
         options._timeout = timeout
         return gloo(store, place.rank, place.size, options)
 
@@ -195,8 +208,7 @@ class GlooCollective:
 
 
 class NcclEngine(TorchGroupEngine):
-    """Broadcasts between GPUs of one host through device buckets; source and destination are host
-    memory.
+    """Broadcasts between GPUs through device buckets; source and destination are host memory.
 
     Raises:
         ConfigError: there is no GPU, or torch was built without NCCL.
@@ -205,7 +217,7 @@ class NcclEngine(TorchGroupEngine):
     API_VERSION: ClassVar[int] = 1
     name: ClassVar[str] = "nccl"
     capabilities: ClassVar[Capabilities] = Capabilities(
-        same_host_only=True, zero_copy=False, elastic=False, devices=("cuda",), shares=True
+        same_host_only=False, zero_copy=False, elastic=False, devices=("cuda",), shares=True
     )
 
     def _new_collective(self) -> Collective:
@@ -227,7 +239,8 @@ class NcclCollective:
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._buckets = [torch.empty(0, dtype=torch.uint8, device=self._device) for _ in range(2)]
 
-    def form(self, store: dist.Store, place: GroupPlace, timeout: timedelta) -> Any:
+    def form(self, store: dist.Store, place: GroupPlace, interface: NetworkInterface, timeout: timedelta) -> Any:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface.name}")
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout  # pyright: ignore[reportPrivateUsage]
         torch.cuda.set_device(self._device)
