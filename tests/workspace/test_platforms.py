@@ -45,6 +45,14 @@ def tags(system: str, machine: str, python: tuple[int, int]) -> Iterator[Tag]:
     yield from compatible_tags(python, f"cp{python[0]}{python[1]}", platforms)
 
 
+def test_cuda_python_has_no_files_of_another_package():
+    """Before 12.8 it has those of cuda-bindings; since then it needs cuda-bindings instead."""
+    packages = tomllib.loads((ROOT / "uv.lock").read_text())["package"]
+    found = [it for it in packages if it["name"] == "cuda-python"]
+    assert found
+    assert all("cuda-bindings" in {other["name"] for other in it["dependencies"]} for it in found)
+
+
 def test_every_extra_with_a_package_that_needs_torch_bounds_the_version_of_torch():
     packages = tomllib.loads((ROOT / "uv.lock").read_text())["package"]
     need = {it["name"] for it in packages if any(other["name"] == "torch" for other in it.get("dependencies", ()))}
