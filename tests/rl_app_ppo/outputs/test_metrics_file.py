@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from rl_app_ppo.outputs.metrics_file import JSONLSink, more_metrics, read_metrics
+from rl_app_ppo.outputs.metrics_file import JSONLSink, kept_metrics, more_metrics, read_metrics
 from rl_protocol import ConfigError
 
 
@@ -45,3 +45,16 @@ def test_bytes_that_are_no_text_and_a_folder_are_refused(tmp_path):
     for broken in (path, tmp_path):
         with pytest.raises(ConfigError, match="can't be read"):
             read_metrics(broken)
+
+
+def test_a_file_that_is_cut_back_is_on_the_disk_before_it_replaces_the_old_one(tmp_path, monkeypatch):
+    """Otherwise the file may be empty after a power loss, on file systems such as XFS."""
+    path, flushed = tmp_path / "metrics.jsonl", list[tuple[str, int]]()
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+
+    def fsync(flushed_path):
+        flushed.append((flushed_path.name, len(path.read_text().splitlines())))
+
+    monkeypatch.setattr("rl_app_ppo.outputs.metrics_file.fsync", fsync, raising=False)
+    kept_metrics(path, 1)
+    assert flushed == [(".metrics.jsonl", 2), (tmp_path.name, 1)]

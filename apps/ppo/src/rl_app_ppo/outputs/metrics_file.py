@@ -10,6 +10,7 @@ from typing import Any, TextIO, cast
 
 from rl_app_ppo.outputs.run_folder import writing
 from rl_protocol import ConfigError
+from rl_protocol.support.disk_writes import fsync
 
 _STEPS = 1 << 31
 """No run has so many."""
@@ -69,7 +70,9 @@ def kept_metrics(path: Path, last_step: int) -> list[dict[str, float]]:
         kept = [record for record in read_metrics(path) if record["step"] <= last_step]
         temporary = path.with_name(f".{path.name}")
         temporary.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+        fsync(temporary)
         os.replace(temporary, path)  # noqa: PTH105 - see publish_folder
+        fsync(path.parent)
     return kept
 
 
