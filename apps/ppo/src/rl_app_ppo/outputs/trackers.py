@@ -18,6 +18,7 @@ from rl_app_ppo.outputs.sample_tables import COLUMNS, SampleTable
 
 logger = logging.getLogger(__name__)
 _TRACKIO_DIR = "TRACKIO_DIR"
+_EVENTS = "events.out.tfevents."
 SAMPLES = "samples"
 """Name of the tables of trajectories."""
 LISTED_TABLES = 50
@@ -54,8 +55,7 @@ class TensorBoardSink:
         self._folder = folder
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            path = folder / f"events.out.tfevents.{int(time.time())}.{platform.node() or 'host'}.{os.getpid()}"
-            self._file = path.open("wb", buffering=0)
+            self._file = (folder / _events_name(folder)).open("wb", buffering=0)
             self._records = RecordWriter(self._file)
         self._write(file_version="brain.Event:2")
         if after is not None:
@@ -217,6 +217,15 @@ class TrackioSink:
     def close(self) -> None:
         """Flush trackio's buffer; safe to call twice."""
         self._run.finish()
+
+
+def _events_name(folder: Path) -> str:
+    """The name of a new event file: readers take files in the order of their names, so its time is
+    later than those of the others, also within one second and after the clock was set back.
+    """
+    others = (path.name.removeprefix(_EVENTS).split(".")[0] for path in folder.glob(f"{_EVENTS}*"))
+    newest = max((int(seconds) for seconds in others if seconds.isdecimal()), default=0)
+    return f"{_EVENTS}{max(int(time.time()), newest + 1)}.{platform.node() or 'host'}.{os.getpid()}"
 
 
 def _mlflow_name(name: str) -> str:
