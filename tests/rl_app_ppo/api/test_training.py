@@ -30,7 +30,7 @@ def launch(tmp_path, monkeypatch):
 
     plans = []
 
-    def start(error, *overrides):
+    def start(error, *overrides, steps_only=False):
         async def run(plan, screen, startup):
             assert plan.files.config.exists()
             plans.append(plan)
@@ -41,7 +41,8 @@ def launch(tmp_path, monkeypatch):
         startup = Startup(lambda _: None)
         config = load_config([f"trainer.output_dir={tmp_path}/out", "trainer.run_name=a", *overrides])
         try:
-            return training.run_training(config, PluginPolicy(), Console(file=start.out), startup, None)
+            out = Console(file=start.out)
+            return training.run_training(config, PluginPolicy(), out, startup, None, steps_only=steps_only)
         finally:
             startup.end()
 
@@ -143,6 +144,21 @@ def test_an_interrupted_run_without_a_checkpoint_says_which_key_writes_them(laun
 def test_an_interrupted_run_with_a_journal_resumes_without_a_checkpoint(launch, tmp_path):
     said = interrupted(launch, tmp_path, lambda files: files.journal.mkdir(), "transfer_queue.durability=commit")
     assert "responses in its journal, give the same command" in said
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), WorkerError("actor died")])
+def test_a_benchmark_that_ends_early_names_no_report_and_no_way_to_resume(launch, error):
+    """Its folder is temporary."""
+
+    def step_done(plan):
+        plan.files.metrics.write_text('{"step": 1}\n')
+        return error
+
+    with pytest.raises(type(error)):
+        launch([step_done], steps_only=True)
+    said = launch.out.getvalue()
+    assert "report" not in said
+    assert "resume" not in said
 
 
 def test_a_report_that_cannot_be_written_is_not_named_and_leaves_nothing(launch, tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,7 +55,7 @@ def run_training(
         out: where to print.
         startup: times the phases until the first step.
         fork_server: see RunPlan.
-        steps_only: see RunPlan.
+        steps_only: see RunPlan; the folder is temporary: there is no report, and no file is named.
 
     Raises:
         RLError: the run failed. A run that is refused before its first step leaves no folder; any
@@ -92,7 +92,8 @@ def run_training(
         fork_server=fork_server,
         steps_only=steps_only,
     )
-    with occupied(files.folder), _removed_if_refused(created, files), _reported(files, screen):
+    reported = nullcontext() if steps_only else _reported(files, screen)
+    with occupied(files.folder), _removed_if_refused(created, files), reported:
         settings = plane_settings(config, files)
         require_journal(settings)
         screen.header(described(config), files.folder)
@@ -103,7 +104,8 @@ def run_training(
             remove_journal(Path(settings.journal_dir))
     _print_outcome(recorder, screen, files)
     out.print(Text(f"{recorder.outcome()} ({time.perf_counter() - began:.0f} s)"), soft_wrap=True)
-    screen.paths(files.written())
+    if not steps_only:
+        screen.paths(files.written())
     return TrainResult.of(files, steps)
 
 
