@@ -327,8 +327,11 @@ def test_a_container_file_starts_the_app_from_the_locked_environment(file: Path)
     assert {line.split()[0] for line in lines} <= {"FROM", "COPY", "ENV", "WORKDIR", "RUN", "CMD"}
     assert "WORKDIR /app" in lines
     assert any(line.startswith("RUN ") and "--locked" in line for line in lines)
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert set(re.findall(r"--extra (\S+)", "\n".join(lines))) <= set(extras)
+    root = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras, groups = ({*re.findall(rf"--{kind} (\S+)", "\n".join(lines))} for kind in ("extra", "group"))
+    assert extras <= {*root["project"]["optional-dependencies"]}
+    assert groups == {"dashboard"} & {*root["dependency-groups"]}, "KubeRay submits jobs to the dashboard"
+    assert not any("[" in line for line in lines if "uv pip install" in line), "extras of packages are in the lock"
     assert json.loads(lines[-1].removeprefix("CMD ")) == ["uv", "run", "apps/ppo"]
 
 

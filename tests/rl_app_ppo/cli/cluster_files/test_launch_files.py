@@ -210,6 +210,8 @@ def test_the_commands_for_hosts_that_are_there(capsys, tmp_path):
     words = shlex.split(line)
     listen = "transfer_queue.listen=$(hostname -I | cut -d ' ' -f 1)"
     assert words[words.index("apps/ppo") + 1 :] == ["trainer.nnodes=2", *PRESET, listen, "ray.address=auto"]
+    assert "uv sync --locked --extra=vllm --group=dashboard\n" in text, "the head takes jobs"
+    assert "pip install" not in text, "what is installed is locked"
     assert "ray start --address=HEAD:6379 --num-cpus=64 --num-gpus=8" in text
     assert "HEAD" not in rendered(capsys, "ray-job")
 

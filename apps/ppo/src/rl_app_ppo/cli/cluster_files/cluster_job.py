@@ -65,9 +65,14 @@ class ClusterJob:
         hours, minutes, seconds = map(int, self.time.split(":"))
         return 3600 * hours + 60 * minutes + seconds
 
-    def sync(self) -> str:
-        """Command that installs what the run needs, in the folder of this repository."""
-        return shlex.join(["uv", "sync", "--locked", *(f"--extra={extra}" for extra in self.extras)])
+    def sync(self, *groups: str) -> str:
+        """Command that installs what the run needs, in the folder of this repository.
+
+        Args:
+            groups: dependency groups of the repository.
+        """
+        wanted = (*(f"--extra={extra}" for extra in self.extras), *(f"--group={group}" for group in groups))
+        return shlex.join(["uv", "sync", "--locked", *wanted])
 
     def app(self, host: str) -> str:
         """Command of the run, quoted for a shell.

@@ -224,8 +224,7 @@ uv run --no-sync ray start --address=HEAD:{_PORT} {per_host}
 # On the first host, in the folder of this repository. Ray's processes on all hosts accept only callers with this token.
 {token}
 (umask 077; mkdir -p ~/.ray; test -e ~/.ray/auth_token || openssl rand -hex 32 > ~/.ray/auth_token)
-{job.sync()}
-uv pip install 'ray[default]=={version("ray")}'
+{job.sync("dashboard")}
 uv run --no-sync ray start --head --port={_PORT} {per_host}
 {others if job.nodes > 1 else ""}
 # On the first host: submit the run, and stop Ray when it has ended.
