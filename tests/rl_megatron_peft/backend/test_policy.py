@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from relative import apart
 
-from rl_megatron_peft import AdapterError, read_adapter
+from rl_megatron_peft import read_adapter
 from rl_protocol import BatchData, ConfigError, OutputError, ragged
 from rl_protocol.ports import PolicyBackend
 from rl_protocol.testing.training_suite import PolicyBackendSuite
@@ -53,29 +53,6 @@ def test_the_adapter_travels_under_the_names_of_its_files(policy, program, tmp_p
     assert all(sent[name].data.tobytes() == written[name].tobytes() for name in sent)
     earlier = load_file(tmp_path / "now" / "adapter_model.safetensors")
     assert any(not np.array_equal(written[name], earlier[name]) for name in written)
-
-
-def test_every_rank_learns_why_the_first_one_could_not_write(policy, tmp_path, monkeypatch):
-    """The others wait for that, so the first one must not raise before it has told them."""
-    from rl_megatron_peft.backend import learner
-
-    def contradicts(folder):
-        raise AdapterError("the adapter contradicts itself", file="adapter", field="x")
-
-    told = []
-
-    def gather(value, device):
-        told.append(value)
-        return [told[0], ""]
-
-    monkeypatch.setattr(policy, "_export", lambda: contradicts)
-    monkeypatch.setattr(learner, "all_gather_json", gather)
-    with pytest.raises(AdapterError, match="contradicts itself"):
-        policy.save_pretrained(tmp_path / "adapter")
-    monkeypatch.setattr(learner.dist, "get_rank", lambda: 1)
-    with pytest.raises(OutputError, match="contradicts itself"):
-        policy.save_pretrained(tmp_path / "adapter")
-    assert told == ["the adapter contradicts itself", ""]
 
 
 def test_an_update_without_a_finite_gradient_makes_no_step_and_has_no_norm(policy, program):

@@ -27,7 +27,7 @@ def checkpoint(ranks, models, program, tmp_path_factory):
     policy.update(program.batch_of(4, 0), temperature=1.0)
     path = tmp_path_factory.mktemp("resume") / "step-1"
     save_checkpoint(policy, path)
-    with pytest.raises(OutputError, match="exists; a checkpoint needs a new folder"):
+    with pytest.raises(OutputError, match=rf"^{path} exists; a checkpoint needs a new folder"):
         save_checkpoint(policy, path)
     assert [p.name for p in path.parent.iterdir()] == ["step-1"]
     return path

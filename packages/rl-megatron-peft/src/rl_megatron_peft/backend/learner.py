@@ -29,6 +29,7 @@ from rl_megatron_peft.backend.parallel import (
     all_gather_json,
     broadcast_from_stage,
     longest_of_expert_ranks,
+    on_first_rank,
     ranks_of_replica,
 )
 from rl_megatron_peft.backend.train.forward_backward import Stage, run_passes
@@ -53,8 +54,7 @@ from rl_megatron_peft.base_model.model_shape import ModelShape
 from rl_megatron_peft.peft.adapter_folder import read_adapter
 from rl_megatron_peft.peft.checkpoint_folders import new_folder
 from rl_megatron_peft.peft.lora_config import LoraConfig
-from rl_protocol import BatchData, ConfigError, OutputError, RaggedColumn
-from rl_protocol.errors import message_of
+from rl_protocol import BatchData, ConfigError, RaggedColumn
 from rl_protocol.torch import tensor_digest
 
 OutputLoss = Callable[[BatchData, MiniBatchCounts, torch.Tensor], tuple[torch.Tensor, MetricSums]]
@@ -327,22 +327,10 @@ class MegatronLearner(ABC, Generic[LossFn]):
         """Write what `export` copies into a new folder, which appears complete or not at all.
 
         Raises:
-            OutputError: the folder can't be written; on the other ranks whatever the first one
-                raises.
+            OutputError: the folder can't be written.
         """
         write = self.export()
-        failure: Exception | None = None
-        if dist.get_rank() == 0:
-            try:
-                new_folder(path, write)
-            except Exception as error:  # noqa: BLE001 - raised below, once the other ranks know
-                failure = error
-        problem = "" if failure is None else message_of(failure) or type(failure).__name__
-        problem = str(all_gather_json(problem, self.ranks.device)[0])
-        if failure is not None:
-            raise failure
-        if problem:
-            raise OutputError(problem, path=str(path))
+        on_first_rank(lambda: new_folder(path, write), path, self.ranks.device)
 
     def load_adapter(self, path: Path) -> None:
         """Load the adapter of a PEFT folder; the optimizer state is not changed.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from rl_megatron_peft.backend.cpu_shims import runnable
 from rl_megatron_peft.base_model.layout import Layout
+from rl_megatron_peft.errors import AdapterError
 from rl_protocol.bridge.torch_replicas import TorchReplicas
-from rl_protocol.errors import ConfigError
+from rl_protocol.errors import ConfigError, OutputError, message_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,3 +238,39 @@ def all_gather_json(value: object, device: torch.device) -> list[Any]:
     parts = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(parts, padded)
     return [json.loads(bytes(part[:n].cpu().numpy())) for part, n in zip(parts, lengths, strict=True)]
+
+
+def on_first_rank(work: Callable[[], str | None], path: Path, device: torch.device) -> str:
+    """Call `work` on the first rank while the others wait.
+
+    Args:
+        work: reads or writes `path`.
+        path: for errors.
+        device: of the ranks.
+
+    Returns:
+        On all ranks the text that it returns, or "".
+
+    Raises:
+        AdapterError: on all ranks if it raises one.
+        OutputError: on the other ranks, with its message, if it raises another error; the first
+            one raises that error.
+    """
+    failure: Exception | None = None
+    found: dict[str, str] = {}
+    if dist.get_rank() == 0:
+        try:
+            found = {"returned": work() or ""}
+        except Exception as error:  # noqa: BLE001 - raised below, once the other ranks know
+            failure = error
+            found = {"message": message_of(error) or type(error).__name__}
+            if isinstance(error, AdapterError):
+                found |= {"file": error.file, "field": error.field}
+    found = all_gather_json(found, device)[0]
+    if failure is not None:
+        raise failure
+    if "field" in found:
+        raise AdapterError(found["message"], file=found["file"], field=found["field"])
+    if "message" in found:
+        raise OutputError(found["message"], path=str(path))
+    return found["returned"]

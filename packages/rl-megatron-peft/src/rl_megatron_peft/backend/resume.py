@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
@@ -31,9 +30,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from rl_megatron_peft.backend.cpu_shims import runnable
 from rl_megatron_peft.backend.learner import MegatronLearner
-from rl_megatron_peft.backend.parallel import all_gather_json
+from rl_megatron_peft.backend.parallel import on_first_rank
 from rl_megatron_peft.backend.train.optimizer import MOMENTS
-from rl_megatron_peft.errors import AdapterError, bad_file
+from rl_megatron_peft.errors import bad_file
 from rl_megatron_peft.peft.checkpoint_folders import FORMAT, MANIFEST, fsync_tree, refuse_unless_resumable
 from rl_protocol import OutputError
 from rl_protocol.support.disk_writes import fsync
@@ -66,10 +65,10 @@ def save_checkpoint(learner: MegatronLearner[Any], path: Path) -> None:
         _publish(learner, folder, path)
 
     with ExitStack() as unfinished:
-        folder = Path(_on_first_rank(learner, path, prepare))
+        folder = Path(_writing(learner, path, prepare))
         with runnable():
             problem = _write_tensors(learner, folder / TENSORS, path)
-        _on_first_rank(learner, path, finish)
+        _writing(learner, path, finish)
 
 
 def _write_tensors(learner: MegatronLearner[Any], folder: Path, path: Path) -> str:
@@ -87,7 +86,7 @@ def _write_tensors(learner: MegatronLearner[Any], folder: Path, path: Path) -> s
             raise OSError(str(error)) from error
         save_config(CheckpointingConfig(strategy.backend, strategy.version), str(folder))
 
-    _on_first_rank(learner, path, write_common)
+    _writing(learner, path, write_common)
     try:
         strategy.save(cast(dict[str, Any], tensors), folder)
     except CheckpointException as error:  # every rank raises it, and the first one has the reasons
@@ -119,7 +118,7 @@ def load_checkpoint(learner: MegatronLearner[Any], path: Path) -> None:
         AdapterError: the folder is of another kind or damaged, or the base model or LoRA settings
             differ; names file and field. Nothing is changed.
     """
-    _on_first_rank(learner, path, lambda: _verify(learner, path))
+    on_first_rank(lambda: _verify(learner, path), path, learner.ranks.device)
     manifest = _read_manifest(path / MANIFEST)
     state = {key: torch.empty_like(tensor) for key, tensor in _state(learner).items()}
     with runnable():
@@ -187,21 +186,15 @@ def _checksum(file: Path) -> dict[str, object]:
     return {"bytes": file.stat().st_size, "sha256": digest.hexdigest()}
 
 
-def _on_first_rank(learner: MegatronLearner[Any], path: Path, work: Callable[[], str | None]) -> str:
-    """Call `work` on the first rank while the others wait; return the text that it returns, or
-    raise its error, on all ranks.
-    """
-    found: dict[str, str] = {}
-    if dist.get_rank() == 0:
+def _writing(learner: MegatronLearner[Any], path: Path, work: Callable[[], str | None]) -> str:
+    """Call `work`, which writes files of the checkpoint `path`, on the first rank alone."""
+
+    def write() -> str | None:
         try:
-            found = {"returned": work() or ""}
-        except AdapterError as error:
-            found = {"message": str(error), "file": error.file, "field": error.field}
+            return work()
+        except OutputError:
+            raise
         except OSError as error:
-            found = {"message": f"The checkpoint can't be written to {path}: {error}"}
-    found = all_gather_json(found, learner.ranks.device)[0]
-    if "field" in found:
-        raise AdapterError(found["message"], file=found["file"], field=found["field"])
-    if "message" in found:
-        raise OutputError(found["message"], path=str(path))
-    return found["returned"]
+            raise OutputError(f"The checkpoint can't be written to {path}: {error}", path=str(path)) from error
+
+    return on_first_rank(write, path, learner.ranks.device)
