@@ -168,6 +168,77 @@ def test_abort_returns_what_there_is_and_the_rest_can_be_asked_for_within_the_bu
     assert continued(request(), SamplingParams(max_new_tokens=3), (4, 5, 6)) is None
 
 
+def test_abort_also_ends_a_request_that_is_on_its_way_to_vllm(opened, monkeypatch):
+    """vLLM ignores the abort of a request that it does not have yet."""
+    engine, client = opened()
+    client.stop_after = 5
+    known, generate, abort = set[str](), client.generate, client.abort
+    aborted_once = asyncio.Event()
+
+    async def late(request_id, *arguments, **options):
+        await aborted_once.wait()
+        known.add(request_id)
+        async for chunk in generate(request_id, *arguments, **options):
+            yield chunk
+
+    async def abort_known(ids):
+        await abort(known & set(ids))
+        if ids:
+            aborted_once.set()
+
+    monkeypatch.setattr(client, "generate", late)
+    monkeypatch.setattr(client, "abort", abort_known)
+
+    async def scenario():
+        running = asyncio.create_task(engine.generate([request()], LONG))
+        while not engine._requests.running:  # noqa: ASYNC110 - on the loop of another thread
+            await asyncio.sleep(0.001)
+        await engine.abort()
+        async with asyncio.timeout(60):
+            return await running
+
+    (made,) = asyncio.run(scenario())
+    assert made.finish_reason == "abort"
+
+
+def test_abort_does_not_wait_for_the_reader_of_a_stream(opened):
+    engine, client = opened()
+    client.stop_after = 5
+
+    async def scenario():
+        async with aclosing(engine.stream(request(), LONG)) as stream:
+            made = [await anext(stream)]
+            await engine.abort()
+            return made + [one async for one in stream]
+
+    ranges = asyncio.run(scenario())
+    assert ranges[-1].finish_reason == "abort"
+    assert sum(len(one.token_ids) for one in ranges) <= 5
+
+
+def test_an_abort_that_vllm_does_not_carry_out_says_so(opened, monkeypatch):
+    engine, client = opened(call_timeout_s=0.2)
+    client.stop_after = 5
+    abort = client.abort
+
+    async def lost(ids):
+        pass
+
+    monkeypatch.setattr(client, "abort", lost)
+
+    async def scenario():
+        running = asyncio.create_task(engine.generate([request()], LONG))
+        await started(client, 1)
+        with pytest.raises(RolloutError, match=r"vLLM did not end 1 request within 0\.2 s \(call_timeout_s\)"):
+            await engine.abort()
+        monkeypatch.setattr(client, "abort", abort)
+        await engine.abort()
+        return await running
+
+    (made,) = asyncio.run(scenario())
+    assert made.finish_reason == "abort"
+
+
 def test_a_stream_yields_every_token_once_with_its_version(opened):
     engine, _ = opened()
 

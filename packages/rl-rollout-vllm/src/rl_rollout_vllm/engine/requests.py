@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 
+from rl_protocol.counted import counted
 from rl_protocol.errors import ConfigError, RolloutError
 from rl_protocol.ports import GenerationRequest, SamplingParams
 from rl_rollout_vllm.config import VLLMConfig
@@ -95,6 +96,8 @@ class RequestRunner:
         timeout_s: float,
     ) -> None:
         self.running: set[str] = set()
+        self._unanswered: set[str] = set()
+        """Of those that run, the ones of which vLLM has returned nothing yet."""
         self._client = client
         self._admission = admission
         self._active = active
@@ -161,14 +164,17 @@ class RequestRunner:
         number = f"{next(self._numbers)}"
         version, adapter = self._active.version, self._active.adapter
         self.running.add(number)
+        self._unanswered.add(number)
         self._idle.clear()
         chunks = self._client.generate(number, request.prompt_ids, arguments, adapter, images, stream=stream)
         try:
             async for chunk in chunks:
+                self._unanswered.discard(number)
                 yield TokenRange(chunk.token_ids, chunk.log_probs, version, chunk.finish_reason, chunk.kept_ids)
         finally:
             await chunks.aclose()
             self.running.discard(number)
+            self._unanswered.discard(number)
             if not self.running:
                 self._idle.set()
 
@@ -177,20 +183,34 @@ class RequestRunner:
         self._stops += 1
 
     async def abort_running(self) -> None:
-        """Abort the requests that run; they return the tokens they have."""
-        await self._client.abort(tuple(self.running))
+        """Abort the requests that run; they return the tokens they have.
+
+        It returns when vLLM has returned something of each.
+        """
+        running = frozenset(self.running)
+        await self._client.abort(running)
+        await self._abort_while(lambda: running & self._unanswered)
 
     async def drain(self) -> None:
-        """Wait until nothing runs.
+        """Abort what runs, and wait until nothing does."""
+        await self._abort_while(lambda: self.running)
 
-        Aborts repeatedly, because a request may have been on its way to vLLM during an abort.
+    async def _abort_while(self, left: Callable[[], Collection[str]]) -> None:
+        """Abort requests until none is left.
+
+        vLLM ignores the abort of a request that is still on its way to it.
         """
-        async with asyncio.timeout(self._timeout_s):
-            while self.running:
-                await self.abort_running()
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(_ABORT_AGAIN_S):
-                        await self._idle.wait()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                while ids := left():
+                    await self._client.abort(tuple(ids))
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(_ABORT_AGAIN_S):
+                            await self._idle.wait()
+        except TimeoutError as error:
+            raise RolloutError(
+                f"vLLM did not end {counted(len(left()), 'request')} within {self._timeout_s:g} s (call_timeout_s)."
+            ) from error
 
     async def quiesce(self) -> None:
         """Abort what runs and return when nothing does; vLLM is then paused."""
