@@ -199,9 +199,11 @@ def check_resumed(
     begun, later = (Counter(one for one in sessions(log)[start:] if one in wanted) for start in (0, before))
     assert begun >= wanted, "a prompt was skipped"
     assert (begun - wanted).total() <= N, "more was generated again than the one prompt that was being generated"
-    note = re.search(r"(\d+) prompts with finished responses are used again, (\d+) unfinished ones start again", said)
+    note = re.search(
+        r"used again: (\d+) prompts? with finished responses; started again: (\d+) unfinished prompts?", said
+    )
     kept, restarted = map(int, note.groups()) if note is not None else (0, 0)
-    assert "are discarded" not in said
+    assert "; discarded: " not in said
     assert later.total() == N * ((STEPS - done) * BATCH - kept)
     assert restarted <= 2 * BATCH
 

@@ -59,8 +59,8 @@ def test_beyond_the_limit_the_death_is_the_error_and_names_the_key():
     error, said = outcome(DIED, DIED, DIED)
     assert isinstance(error, RestartLimitError)
     assert str(error) == (
-        "Worker actor died during update_actor: it was killed. It is not started again: 2 restarts of the run within an hour are as "
-        "many as restart.max_per_hour=2 allows."
+        "Worker actor died during update_actor: it was killed. It is not started again: the run was restarted 2 times within an hour, "
+        "as often as restart.max_per_hour=2 allows."
     )
     assert len(said) == 2
     assert isinstance(outcome(DIED, max_per_hour=0)[0], RestartLimitError)

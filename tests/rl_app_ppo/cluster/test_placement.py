@@ -27,7 +27,7 @@ def test_shared_cpus_are_not_looked_at() -> None:
 @pytest.mark.parametrize(("nodes", "free"), [([3, 3], 6.0), ([2], 2.0), ([], 0.0)])
 def test_what_can_never_be_placed_is_an_error_at_once(nodes: list[float], free: float) -> None:
     """Two nodes of three CPUs have room for two workers with two CPUs each, not for three."""
-    with pytest.raises(WorkerError, match=r"3 workers need 2 CPUs each, 6 in all \(ray\.cpus_per_worker\)") as error:
+    with pytest.raises(WorkerError, match=r"need 6 CPUs, 2 for each of 3 workers \(ray\.cpus_per_worker\); ") as error:
         asyncio.run(require_cpus(3, 2.0, lambda: Cpus(nodes, free)))
     assert f"{sum(nodes):g} in all." in str(error.value)
 
@@ -36,7 +36,9 @@ def test_cpus_that_others_hold_are_waited_for_and_then_named() -> None:
     looks: Iterator[Cpus] = iter([Cpus([4], 1.0), Cpus([4], 4.0)])
     asyncio.run(require_cpus(2, 2.0, lambda: next(looks), wait_s=600))
     began = time.monotonic()
-    with pytest.raises(WorkerError, match=r"need 2 CPUs each, 4 in all .* of 4 CPUs .* 1 are free.* within 0\.1 s"):
+    with pytest.raises(
+        WorkerError, match=r"need 4 CPUs, 2 for each of 2 workers .* of 4 CPUs .* 1 are free.* within 0\.1 s"
+    ):
         asyncio.run(require_cpus(2, 2.0, lambda: Cpus([4], 1.0), wait_s=0.1))
     assert time.monotonic() - began < 60
 
@@ -64,7 +66,7 @@ def test_a_real_cluster_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         assert cluster_cpus() == Cpus([2.0], 2.0)
         asyncio.run(require_cpus(2, 1.0))
-        with pytest.raises(WorkerError, match=r"5 workers need 1 CPUs each, 5 in all.*nodes of 2 CPUs, 2 in all"):
+        with pytest.raises(WorkerError, match=r"need 5 CPUs, 1 for each of 5 workers.*nodes of 2 CPUs, 2 in all"):
             asyncio.run(require_cpus(5, 1.0))
     finally:
         ray.shutdown()

@@ -82,7 +82,7 @@ def test_hosts_without_a_process_are_not_asked_for():
     [
         (4, ["fsdp.world_size=7", *VLLM], r"need 11 GPUs of 2 hosts \(trainer\.nnodes\) .*4 can .* for rollout-0\. Lower .*or raise trainer\.nnodes"),
         (1, [*VLLM, "trainer.n_gpus_per_node=1"], r"1 can be used on each \(trainer\.n_gpus_per_node\): not enough are left for rollout-0"),
-        (1, ["model_engine=megatron", "megatron.tensor_model_parallel_size=2"], r"for actor_ref and the 1 ranks that share its host\. Lower mega"),
+        (1, ["model_engine=megatron", "megatron.tensor_model_parallel_size=2"], r"for actor_ref and the 1 rank on its host\. Lower mega"),
     ],
 )  # fmt: skip
 def test_too_few_gpus_of_several_hosts_are_refused_with_the_process_and_the_keys(gpus, overrides, words):

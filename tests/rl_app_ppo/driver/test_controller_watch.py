@@ -78,8 +78,8 @@ def test_a_killed_controller_is_replaced_until_the_limit_and_then_calls_fail(pla
         assert said == [
             f"{name} (process {first}) {killed}: it alone is started again (restart 1 of at most 1 an hour, in 0 s)",
             f"data plane: the new controller (process {second}) serves, with the rows of the journal",
-            f"{name} (process {second}) {hung_end} and is not started again: 1 restarts of the data plane's controller within an hour "
-            "are as many as restart.max_per_hour=1 allows.",
+            f"{name} (process {second}) {hung_end} and is not started again: the data plane's controller was restarted 1 time within an "
+            "hour, as often as restart.max_per_hour=1 allows.",
         ]
 
     asyncio.run(main())

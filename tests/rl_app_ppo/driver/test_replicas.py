@@ -233,7 +233,7 @@ def test_a_version_that_the_only_replica_died_of_goes_to_the_one_in_its_place(ru
         assert await run.generate() == ["row by 5 with 3"]
         run.processes[0].deaths = ["weights.receive"] * (RESTARTS + 1)
         with pytest.raises(
-            RestartLimitError, match="rollout-0 is lost and gets no new process: 6 restarts of rollout-0"
+            RestartLimitError, match="rollout-0 is lost and gets no new process: rollout-0 was restarted 6 times"
         ):
             await run.update(4)
 

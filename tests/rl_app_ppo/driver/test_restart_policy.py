@@ -23,7 +23,9 @@ def test_waits_double_and_an_hour_later_they_start_again():
     assert [policy.next("actor").wait_s for _ in range(3)] == [0.5, 1.0, 2.0]
     clock.now += 3599.0
     assert policy.next("actor").wait_s == 4.0
-    with pytest.raises(RestartLimitError, match=r"4 restarts of actor within an hour .* restart.max_per_hour=4 allows"):
+    with pytest.raises(
+        RestartLimitError, match=r"actor was restarted 4 times within an hour.* restart.max_per_hour=4 allows"
+    ):
         policy.next("actor")
     clock.now += 1.0
     again = policy.next("actor")  # the first three are an hour old

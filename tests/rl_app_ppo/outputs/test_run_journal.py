@@ -136,8 +136,8 @@ def test_an_attempt_without_a_checkpoint_leaves_its_journal_to_the_next(tmp_path
 def test_a_restarted_run_says_what_it_uses_and_what_it_generates_again():
     found = Recovery(rows_kept=40, rows_incomplete=2, bytes_cut=5, segments_removed=0)
     assert describe(found, RecoveredRows(kept=3, restarted=2)) == (
-        "journal: 40 rows kept, 2 damaged ones dropped, 5 bytes cut; 3 prompts with finished responses are used again, "
-        "2 unfinished ones start again"
+        "journal: 40 rows kept, 2 damaged ones dropped, 5 bytes cut; used again: 3 prompts with finished responses; "
+        "started again: 2 unfinished prompts"
     )
     text = describe(found, RecoveredRows(discarded=3, why="they were generated with other settings"))
-    assert text.endswith(", 3 are discarded (they were generated with other settings)")
+    assert text.endswith("; discarded: 3 prompts (they were generated with other settings)")

@@ -143,7 +143,7 @@ MISTAKES = [
     (["algorithm=opd"], ["reference.path must be the teacher's checkpoint folder", "got ''"]),
     (["algorithm=opd", "reference.path=gone"], ["reference.path='gone'", "hf download gone"]),
     (["algorithm=opd", "reference.path=untold"], ["reference.path='", "tokenizer.json"]),
-    (["algorithm=opd", "reference.path=foreign"], ["reference.path='foreign' has another tokenizer", "2 tokens differ, such as '#'"]),
+    (["algorithm=opd", "reference.path=foreign"], ["reference.path='foreign' has another tokenizer", "it differs in 2 tokens, such as '#'"]),
     (["algorithm=opd", "reference.path=cut"], ["reference.path='cut': model.safetensors has 5000 bytes", "download the folder again"]),
     (["algorithm=opd", "reference.path=short"], ["reference.path='short' has a context of 32 tokens", "rollout.response_length"]),
     (["algorithm=opd", "reference.path=teacher", "model_engine=megatron"], ["actor.kl_loss_topk=64", "algorithm=opd_pg", "model_engine=fsdp"]),

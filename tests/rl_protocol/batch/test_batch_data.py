@@ -107,7 +107,7 @@ def test_reading():
     assert "ids" in batch
     assert "nope" not in batch
     assert batch.nbytes == 8 + (4 + 16) + (2 + 16)
-    assert repr(batch) == "BatchData(1 rows; score: dense int64, ids: ragged int32, note: object object)"
+    assert repr(batch) == "BatchData(1 row; score: dense int64, ids: ragged int32, note: object object)"
     assert not batch.slice(0, 0)
     assert isinstance(batch["score"], DenseColumn)
     assert isinstance(batch["ids"], RaggedColumn)
@@ -142,7 +142,7 @@ def check(match: str, kind: type[Exception], call: Any) -> None:
 def test_errors_name_things():
     batch = make([(1, [1, 2], "a"), (2, [3], "b")])
     check(
-        "Column 'b' has 1 rows, the batch has 2 .*'a'",
+        "Column 'b' has 1 row, the batch has 2 .*'a'",
         SchemaError,
         lambda: BatchData({"a": dense([1, 2]), "b": dense([1])}),
     )
@@ -170,7 +170,7 @@ def test_errors_name_things():
         lambda: BatchData.concat([batch, batch.select_fields(["ids"])]),
     )
     check("at least 1 part; got 0", BatchError, lambda: batch.chunk(0))
-    check("one weight per row: 2 rows, 1 weights", BatchError, lambda: batch.split_balanced([1], 2))
+    check("one weight per row: 2 rows, 1 weight", BatchError, lambda: batch.split_balanced([1], 2))
 
 
 def test_union_tells_element_types_apart():

@@ -126,7 +126,7 @@ def test_unknown_names_are_errors():
 def test_keys_are_unique_and_tags_complete():
     with pytest.raises(BatchError, match="'b' occurs more than once"):
         make("a", "b", "b")
-    with pytest.raises(BatchError, match="2 keys, 1 tags"):
+    with pytest.raises(BatchError, match="2 keys, 1 tag"):
         make("a", "b", tags=({"n": 1},))
     with pytest.raises(BatchError, match="more than once"):
         make("a", "b").select_rows([0, 0])

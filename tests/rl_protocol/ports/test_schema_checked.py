@@ -107,7 +107,7 @@ def test_names_that_are_not_declared_are_errors() -> None:
 
 def test_one_row_per_key_is_still_the_planes_to_check() -> None:
     async def body(guarded: DataPlane, plane: MemoryDataPlane) -> None:
-        with pytest.raises(BatchError, match="1 keys, 2 rows"):
+        with pytest.raises(BatchError, match="1 key, 2 rows"):
             await guarded.put("train", ["a"], GOOD)
 
     run(body)

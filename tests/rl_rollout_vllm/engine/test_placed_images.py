@@ -31,9 +31,9 @@ def test_each_image_has_the_next_tokens_also_without_text_between_them():
 @pytest.mark.parametrize(
     ("ids", "images", "message"),
     [
-        ((5, 3, 6), (image(2, 4),), "the prompt has 1 image tokens, and its 1 images are 2 of them"),
-        ((5, 3, 6), (), "the prompt has 1 image tokens, and its 0 images are 0 of them"),
-        ((5, 6), (image(2, 2),), "the prompt has 0 image tokens, and its 1 images are 1 of them"),
+        ((5, 3, 6), (image(2, 4),), "the prompt has 1 image token, and its 1 image must have 2"),
+        ((5, 3, 6), (), "the prompt has 1 image token, and its 0 images must have 0"),
+        ((5, 6), (image(2, 2),), "the prompt has 0 image tokens, and its 1 image must have 1"),
     ],
 )
 def test_images_and_tokens_that_do_not_match_are_refused(ids, images, message):

@@ -133,5 +133,5 @@ def test_new_weights_of_language_and_vision_parts_are_used(engine, folder):
 
 def test_a_prompt_without_the_tokens_of_its_image_is_refused(engine):
     wrong = GenerationRequest(uid="p", session=0, prompt_ids=(5, 2, PIECE, 4, 6), images=(SMALL,))
-    with pytest.raises(RolloutError, match="the prompt has 1 image tokens, and its 1 images are 4 of them"):
+    with pytest.raises(RolloutError, match="the prompt has 1 image token, and its 1 image must have 4"):
         generate(engine, [wrong])

@@ -138,7 +138,7 @@ def test_ranks_of_one_replica_get_the_same_rows():
     asyncio.run(run_stage(ranks, "update_actor", update_calls(1, rows, schedule, 0, 4, shares), 5))
     dealt = split_over_ranks(rows.lengths, schedule, 0, 2)
     assert [rank.calls[1].mini_batches for rank in ranks] == [dealt[i].mini_batches for i in shares]
-    with pytest.raises(BatchError, match="has 1 rows for 2 ranks"):
+    with pytest.raises(BatchError, match="has 1 row for 2 ranks"):
         forward_calls("ref", 1, step_rows(1), 4, shares)
 
 
@@ -181,7 +181,7 @@ def test_the_host_of_a_replica_is_that_of_the_rank_that_reads_its_rows():
 
 
 def test_fewer_rows_than_ranks_are_refused():
-    with pytest.raises(BatchError, match="has 1 rows for 2 ranks"):
+    with pytest.raises(BatchError, match="has 1 row for 2 ranks"):
         forward_calls("ref", 1, step_rows(1), 2)
 
 

@@ -1151,7 +1151,7 @@ def test_a_step_with_fewer_rows_than_ranks_is_skipped(model_path, caplog):
     setup.fit()
     metrics = setup.steps[-1][1]
     assert metrics["training/filter_groups/prompts_kept"] == 1
-    assert "step 1 has 4 rows for 5 ranks, and trains none of them" in caplog.text
+    assert "step 1 has 4 rows for 5 ranks, and trains no row" in caplog.text
     assert setup.sync.versions == []
     assert not any(asyncio.run(setup.plane.stats()).rows.values())
 

@@ -154,10 +154,10 @@ def test_what_stands_for_an_image_is_never_said(model, prompts, temperature):
 def test_prompt_and_images_must_belong_together(model, prompts, model_path):
     (first, *_) = requests(model, prompts)
     bare = GenerationRequest(uid="p", session=0, prompt_ids=first.prompt_ids)
-    with pytest.raises(RolloutError, match="'p' has 2 image tokens, and its 0 images are 0 of them"):
+    with pytest.raises(RolloutError, match="'p' has 2 image tokens, and its 0 images must have 0"):
         generate(HFRolloutEngine(model), [bare])
     shown = GenerationRequest(uid="p", session=0, prompt_ids=(3, 4), images=first.images)
-    with pytest.raises(RolloutError, match=r"has 0 image tokens, and its 1 images are .* only a model that sees"):
+    with pytest.raises(RolloutError, match=r"has 0 image tokens, and its 1 image must have .* only a model that sees"):
         generate(HFRolloutEngine(model_path), [shown])
     with pytest.raises(
         RolloutError, match=r"3-0\.png are 16 tokens, and the prompt was made for 2: a file has changed since"

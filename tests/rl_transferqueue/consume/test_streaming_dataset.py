@@ -150,7 +150,9 @@ def test_a_batch_is_waited_for_until_the_deadline_and_no_longer(plane: LocalPlan
 def test_a_batch_that_does_not_come_says_what_is_missing(plane: LocalPlane) -> None:
     client = connect_blocking(plane.descriptor)
     put(client, range(3))
-    lack = r"within 0\.2 s: 2 units with columns \['ghost'\] could not be drawn: 0 rows were ready\. Raise timeout_s"
+    lack = (
+        r"within 0\.2 s: 2 units with columns \['ghost'\] could not be drawn: rows that were ready: 0\. Raise timeout_s"
+    )
     with pytest.raises(PlaneTimeout, match=lack):
         next(iter(stream(plane, fields=("ghost",), timeout_s=0.2)))
     client.close()

@@ -90,11 +90,11 @@ MATRIX: dict[str, tuple[Call, type[Exception], str]] = {
         "'trian' is not declared; declared are train, large",
     ),
     "key-twice": (put(["new0", "new0"]), DuplicateKeyError, "'new0' occurs more than once"),
-    "fewer-keys-than-rows": (put(["new0"]), BatchError, "1 keys, 2 rows"),
+    "fewer-keys-than-rows": (put(["new0"]), BatchError, "1 key, 2 rows"),
     "fewer-tags-than-keys": (
         lambda plane: plane.put("train", KEYS, BatchData(GOOD), tags=[{"n": 1}]),
         BatchError,
-        "2 keys, 1 tags",
+        "2 keys, 1 tag",
     ),
     "a-key-that-is-no-text": (put(["new0", "\ud800"]), BatchError, "strings"),
     "a-tag-that-is-a-list": (

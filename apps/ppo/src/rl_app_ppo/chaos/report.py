@@ -12,6 +12,7 @@ from rich.table import Table
 from rl_app_ppo.chaos.judge import Kind, Outcome
 from rl_app_ppo.chaos.schedule import APP_CELLS, NOT_KILLED_AT, PLANE_CELLS, Fault, Victim
 from rl_protocol import ConfigError
+from rl_protocol.counted import counted
 from rl_protocol.errors import UNREADABLE
 from rl_protocol.support.disk_writes import write_errors
 from rl_protocol.support.fault_points import FaultPoint
@@ -36,8 +37,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         """One line."""
         return (
-            f"{self.runs} runs of seed {self.seed}: {self.lost} lost, {self.doubled} doubled, {self.held} held, "
-            f"{self.went_back} went back, {self.hung} hung, {self.left} left behind; {self.failed} runs failed"
+            f"{counted(self.runs, 'run')} of seed {self.seed}: {self.lost} lost, {self.doubled} doubled, {self.held} held, "
+            f"{self.went_back} went back, {self.hung} hung, {self.left} left behind; failed: {counted(self.failed, 'run')}"
         )
 
 

@@ -15,6 +15,7 @@ from rl_app_ppo.config.placement import Role, shares_weights, worker_groups
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.inputs.weight_files import weight_shapes
 from rl_protocol import ConfigError, SameLength
+from rl_protocol.counted import counted
 from rl_protocol.rl_columns import ROUTED
 from rl_protocol.support.host.control_groups import memory_left
 from rl_trainer import StepGraph
@@ -194,7 +195,7 @@ def check_plane_size(config: AppConfig, needed: int) -> None:
     if least > got:
         rollout, ahead = config.rollout, config.async_rl.steps_ahead
         ahead = ahead if config.transfer_queue.durability == "off" else min(ahead, 1)
-        early = f", and {ahead} steps ahead (async_rl.depth)" if ahead else ""
+        early = f", and {counted(ahead, 'step')} ahead (async_rl.depth)" if ahead else ""
         raise ConfigError(
             f"transfer_queue.capacity_mb={got} is too small: with data.train_batch_size={config.data.train_batch_size}, rollout.n={rollout.n} "
             f"and rollout.response_length={rollout.response_length}{early}, a step or a validation can take {least} MiB of the data plane. Set "

@@ -10,6 +10,7 @@ from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.inputs.tokenizer import load_tokenizer, vision_of
 from rl_app_ppo.inputs.weight_files import check_weights
 from rl_protocol import ConfigError
+from rl_protocol.counted import counted
 from rl_trainer.data.images import Vision
 from rl_trainer.data.model_families import why_padded
 
@@ -58,8 +59,8 @@ def check_reference(config: AppConfig, vocabulary: dict[str, int], longest: int,
     different = sorted(token for token in own.keys() | vocabulary.keys() if own.get(token) != vocabulary.get(token))
     if different:
         raise ConfigError(
-            f"{named} has another tokenizer than the policy: {len(different)} tokens differ, such as {different[0]!r}, and the reference "
-            "reads the policy's token ids. Set a model with the same tokenizer."
+            f"{named} has another tokenizer than the policy: it differs in {counted(len(different), 'token')}, such as {different[0]!r}, and "
+            "the reference reads the policy's token ids. Set a model with the same tokenizer."
         )
     context = model_context(path)
     if longest > context:

@@ -17,6 +17,7 @@ import ray
 from ray._private.state import available_resources_per_node
 
 from rl_protocol import WorkerError
+from rl_protocol.counted import counted
 
 T = TypeVar("T")
 WAIT_S = 30.0
@@ -61,7 +62,7 @@ async def require_cpus(
     """
     if each <= 0:
         return
-    needed = f"{workers} workers need {each:g} CPUs each, {workers * each:g} in all (ray.cpus_per_worker)"
+    needed = f"The processes need {workers * each:g} CPUs, {each:g} for each of {counted(workers, 'worker')} (ray.cpus_per_worker)"
 
     def enough(cpus: Cpus) -> bool:
         if sum(int(node // each) for node in cpus.per_node) < workers:
@@ -104,8 +105,8 @@ async def require_free_gpus(wanted: int, look: Callable[[], float] = free_gpus, 
     free, fits = await _wait_for(look, lambda free: free >= wanted, wait_s) if wanted else (0.0, True)
     if not fits:
         raise WorkerError(
-            f"The processes need {wanted} GPUs of this node, of which {free:g} are free, and no more became free within {wait_s:g} s. Stop "
-            "other jobs, or lower the number of processes."
+            f"The processes need {counted(wanted, 'GPU')} of this node, of which {free:g} are free, and no more became free within {wait_s:g} s. "
+            "Stop other jobs, or lower the number of processes."
         )
 
 

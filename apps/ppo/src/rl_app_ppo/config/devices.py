@@ -74,7 +74,7 @@ def plan_processes(config: AppConfig, gpus: int) -> tuple[PlannedProcess, ...]:
                 "for it."
             )
         raise ConfigError(
-            f"{GPUS_KEY}={usable}, but Ray has {gpus} GPUs on this node. Lower it, or set it to {ALL_GPUS} for as many as there are."
+            f"{GPUS_KEY}={usable}, but Ray has {counted(gpus, 'GPU')} on this node. Lower it, or set it to {ALL_GPUS} for as many as there are."
         )
     planned = [PlannedProcess(group, rank) for group in worker_groups(config) for rank in range(group.ranks)]
     needs: list[dict[Role, _Need]] = [{role: _need(role, config) for role in process.roles} for process in planned]
@@ -198,9 +198,9 @@ def _too_few(
         cpu = f", or raise {NODES_KEY}{cpu}"
     else:
         where, can = "one node", f"{usable} can be used on this one{limit}"
-    beside = f" and the {together - 1} ranks that share its host" if together > 1 else ""
+    beside = f" and the {counted(together - 1, 'rank')} on its host" if together > 1 else ""
     return ConfigError(
-        f"The processes need {sum(wanted.values())} GPUs of {where} ({parts}), and {can}: not enough are left for "
+        f"The processes need {counted(sum(wanted.values()), 'GPU')} of {where} ({parts}), and {can}: not enough are left for "
         f"{missing.name}{beside}. {_remedy(missing, config)}{cpu}."
     )
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from rl_app_ppo.config.restart import RestartConfig
 from rl_protocol import WorkerDiedError
+from rl_protocol.counted import counted
 
 HOUR_S = 3600.0
 LONGEST_WAIT_S = 60.0
@@ -81,7 +82,7 @@ class RestartPolicy:
             raise RestartLimitError(f"restart.max_per_hour=0 allows no restart of {what}.")
         if len(times) >= limit:
             raise RestartLimitError(
-                f"{len(times)} restarts of {what} within an hour are as many as restart.max_per_hour={limit} allows."
+                f"{what} was restarted {counted(len(times), 'time')} within an hour, as often as restart.max_per_hour={limit} allows."
             )
         # the exponent is bounded, since a float has no room for more
         wait_s = min(LONGEST_WAIT_S, self._settings.backoff_s * 2.0 ** min(len(times), 64))

@@ -12,6 +12,7 @@ from rl_app_ppo.outputs.run_folder import RECORD
 from rl_app_ppo.outputs.sample_tables import SampleSink, SampleTables
 from rl_app_ppo.outputs.trackers import MlflowSink, RunFacts, TensorBoardSink, TrackioSink, WandbSink
 from rl_protocol import ConfigError
+from rl_protocol.counted import counted
 from rl_protocol.ports import MetricSink
 from rl_protocol.support.options import nearest
 from rl_trainer.config.registry import Registry
@@ -124,7 +125,7 @@ class BackgroundSink:
         if self._thread.is_alive():
             logger.warning("The logger %s did not end within %g s and is abandoned.", self._name, self._close_s)
         if self._lost:
-            logger.warning("The logger %s did not record %d steps: %s.", self._name, self._lost, self._why)
+            logger.warning("The logger %s did not record %s: %s.", self._name, counted(self._lost, "step"), self._why)
 
     def _work(self) -> None:
         sink: MetricSink | None = None

@@ -83,7 +83,8 @@ def require_own_rows(settings: TransferQueueConfig, found: Recovery | None, *, r
     """
     if found is not None and found.rows_kept and not resumes:
         raise ConfigError(
-            f"TransferQueueConfig.journal_dir={settings.journal_dir} has {found.rows_kept} rows of another run. Set another folder, or "
+            f"TransferQueueConfig.journal_dir={settings.journal_dir} has {counted(found.rows_kept, 'row')} of another run. Set another "
+            "folder, or "
             "trainer.resume_mode=auto and that run's trainer.run_name to resume it."
         )
 
@@ -113,8 +114,8 @@ def describe(found: Recovery, rows: RecoveredRows) -> str:
     lost = f", {found.rows_incomplete} damaged ones dropped" if found.rows_incomplete else ""
     text = (
         f"journal: {counted(found.rows_kept, 'row')} kept{lost}, {counted(found.bytes_cut, 'byte')} cut; "
-        f"{rows.kept} prompts with finished responses are used again, {rows.restarted} unfinished ones start again"
+        f"used again: {counted(rows.kept, 'prompt')} with finished responses; started again: {counted(rows.restarted, 'unfinished prompt')}"
     )
     if rows.discarded:
-        text += f", {rows.discarded} are discarded ({rows.why})"
+        text += f"; discarded: {counted(rows.discarded, 'prompt')} ({rows.why})"
     return text

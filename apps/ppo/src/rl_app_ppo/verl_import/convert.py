@@ -18,6 +18,7 @@ from rl_app_ppo.config.verl_keys.key_entries import Answer, Lost, Note, Value, V
 from rl_app_ppo.config.verl_keys.table import find
 from rl_app_ppo.verl_import.reading import CONFIG_NAME, defaults, defaults_file, read_verl, resolved, resolved_defaults
 from rl_protocol import ConfigError
+from rl_protocol.counted import counted
 
 
 @dataclass(slots=True)
@@ -172,7 +173,7 @@ def report(imported: Imported, idle: Mapping[str, str]) -> str:
         for key in sorted(idle.keys() & imported.changed)
     ]
     if imported.kept_defaults:
-        lines.append(f"# note: {imported.kept_defaults} keys that have verl's default have no counterpart here")
+        lines.append(f"# note: without a counterpart here, at verl's default: {counted(imported.kept_defaults, 'key')}")
     return _comments("lost", imported.lost) + _comments("note", imported.notes) + "".join(line + "\n" for line in lines)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from rl_protocol import KVBatchMeta, RowKey
+from rl_protocol.counted import counted
 from rl_protocol.errors import UNREADABLE
 from rl_trainer.workers.messages import LeasedPrompt, Partition
 
@@ -90,7 +91,7 @@ def _about(payload: bytes) -> str:
     rows = ""
     if message.batch is not None:
         uids = list(dict.fromkeys(RowKey.parse(key).uid for key in message.batch.keys))
-        rows = f"{len(message.batch)} rows of "
+        rows = f"{counted(len(message.batch), 'row')} of "
     parts = [f"step {step}"] if step is not None else []
     return ", ".join([*parts, f"{rows}prompts {_some(uids)}"] if uids else parts)
 

@@ -17,6 +17,7 @@ from rl_protocol.batch.columns import (
     concat_columns,
 )
 from rl_protocol.batch.row_ops import Indices, RowOps, check_indices
+from rl_protocol.counted import counted
 from rl_protocol.errors import BatchError, SchemaError, UnknownNameError
 
 
@@ -43,7 +44,7 @@ class BatchData(RowOps):
             if size != rows:
                 first = next(iter(sizes))
                 raise SchemaError(
-                    f"Column {name!r} has {size} rows, the batch has {rows} (set by {first!r} or num_rows)."
+                    f"Column {name!r} has {counted(size, 'row')}, the batch has {rows} (set by {first!r} or num_rows)."
                 )
         self._columns = MappingProxyType(dict(columns))
         self._rows = rows
@@ -101,7 +102,7 @@ class BatchData(RowOps):
 
     def __repr__(self) -> str:
         parts = ", ".join(f"{n}: {c.kind} {c.dtype}{list(c.dims) or ''}" for n, c in self._columns.items())
-        return f"BatchData({self._rows} rows; {parts})"
+        return f"BatchData({counted(self._rows, 'row')}; {parts})"
 
     def __reduce__(self) -> tuple[type[BatchData], tuple[object, ...]]:
         """Rebuild through the checking constructors; protocol 5 need not copy the buffers."""

@@ -128,15 +128,15 @@ class KVBatchMeta(RowOps):
             raise BatchError(f"Keys of a KVBatchMeta must be unique; {twice!r} occurs more than once.")
         if self.tags and len(self.tags) != len(self.keys):
             raise BatchError(
-                f"A KVBatchMeta needs one tag per key or none at all; got {len(self.keys)} keys, {len(self.tags)} tags."
+                f"A KVBatchMeta needs one tag per key or none at all; got {counted(len(self.keys), 'key')}, {counted(len(self.tags), 'tag')}."
             )
         for name in ("tags", "generations"):
             if isinstance(given := getattr(self, name), list):  # as decoders make it
                 object.__setattr__(self, name, tuple(cast("list[object]", given)))
         if self.generations and len(self.generations) != len(self.keys):
             raise BatchError(
-                f"A KVBatchMeta needs one generation per key or none at all; got {len(self.keys)} keys, "
-                f"{len(self.generations)} generations."
+                f"A KVBatchMeta needs one generation per key or none at all; got {counted(len(self.keys), 'key')}, "
+                f"{counted(len(self.generations), 'generation')}."
             )
 
     @classmethod

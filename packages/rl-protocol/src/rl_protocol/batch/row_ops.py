@@ -14,6 +14,7 @@ from typing import Protocol, Self, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from rl_protocol.counted import counted
 from rl_protocol.errors import BatchError, UnknownNameError
 
 Indices = Sequence[int] | npt.NDArray[np.integer]
@@ -35,7 +36,7 @@ def check_indices(rows: Indices, size: int) -> npt.NDArray[np.int64]:
     bad = (array < 0) | (array >= size)
     if bad.any():
         raise UnknownNameError(
-            f"Row {int(array[bad][0])} does not exist; this batch has rows 0..{size - 1} ({size} rows)."
+            f"Row {int(array[bad][0])} does not exist; this batch has rows 0..{size - 1} ({counted(size, 'row')})."
         )
     return array.astype(np.int64)
 
@@ -114,7 +115,7 @@ class RowOps(ABC):
             UnknownNameError: the range is not within the batch.
         """
         if not 0 <= start <= stop <= len(self):
-            raise UnknownNameError(f"Rows {start}..{stop} are not within this batch of {len(self)} rows.")
+            raise UnknownNameError(f"Rows {start}..{stop} are not within this batch of {counted(len(self), 'row')}.")
         return self.select_rows(range(start, stop))
 
     def chunk(self, parts: int) -> list[Self]:
@@ -146,5 +147,7 @@ class RowOps(ABC):
             BatchError: there is not one weight per row.
         """
         if len(weights) != len(self):
-            raise BatchError(f"split_balanced needs one weight per row: {len(self)} rows, {len(weights)} weights.")
+            raise BatchError(
+                f"split_balanced needs one weight per row: {counted(len(self), 'row')}, {counted(len(weights), 'weight')}."
+            )
         return [self.select_rows(rows) for rows in balanced_parts(weights, parts)]

@@ -35,6 +35,7 @@ from rl_protocol.bridge.declaration import (
     require_once,
 )
 from rl_protocol.bridge.replicas import Replicas, broadcast, receive
+from rl_protocol.counted import counted
 from rl_protocol.errors import BatchError, RLError, SchemaError
 from rl_protocol.ports import DataPlane
 
@@ -276,7 +277,7 @@ def _checked(
             f"{list(got) or type(columns).__name__}."
         )
     if len(columns) != len(meta):
-        raise BatchError(f"{declared.name} got {len(meta)} rows and returned {len(columns)}.")
+        raise BatchError(f"{declared.name} got {counted(len(meta), 'row')} and returned {len(columns)}.")
     columns = columns.select_fields(declared.writes)
     if schema is not None:
         read = data.select_fields([name for name in data.field_names if name in schema])

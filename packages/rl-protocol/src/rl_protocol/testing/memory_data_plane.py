@@ -335,13 +335,13 @@ def check_put(
     if len(set(keys)) != len(keys):
         twice = next(key for i, key in enumerate(keys) if key in keys[:i])
         raise DuplicateKeyError(f"Key {twice!r} occurs more than once in one put; keys must be unique.")
-    for what, size in (
-        ("rows of data", None if data is None else len(data)),
-        ("tags", None if tags is None else len(tags)),
-        ("expected tags", None if expect is None else len(expect)),
+    for noun, size in (
+        ("row", None if data is None else len(data)),
+        ("tag", None if tags is None else len(tags)),
+        ("expected tag", None if expect is None else len(expect)),
     ):
         if size is not None and size != len(keys):
-            raise BatchError(f"A put needs one row per key: {len(keys)} keys, {size} {what}.")
+            raise BatchError(f"A put needs one row per key: {counted(len(keys), 'key')}, {counted(size, noun)}.")
     for key, tag in zip(keys, tags or (), strict=False):
         for name, value in tag.items():
             check_tag(key, name, value)

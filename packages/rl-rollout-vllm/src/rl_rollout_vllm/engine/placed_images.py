@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
+from rl_protocol.counted import counted
 from rl_protocol.errors import RolloutError
 from rl_protocol.ports import GenerationRequest, ImageInput
 from rl_rollout_vllm.weights.checkpoint import Vision
@@ -49,8 +50,8 @@ def check_images(request: GenerationRequest, vision: Vision | None, name: str) -
     told, seen = request.prompt_ids.count(vision.token), sum(_tokens(image, vision) for image in request.images)
     if told != seen:
         raise RolloutError(
-            f"{name}: the prompt has {told} image tokens, and its {len(request.images)} images are {seen} of them; a context must begin with "
-            "the prompt of its row."
+            f"{name}: the prompt has {counted(told, 'image token')}, and its {counted(len(request.images), 'image')} must have {seen}; "
+            "a context must begin with the prompt of its row."
         )
 
 

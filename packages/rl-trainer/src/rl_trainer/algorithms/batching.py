@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rl_protocol import BatchError, balanced_parts
+from rl_protocol.counted import counted
 from rl_trainer.algorithms.arrays import IntArray
 from rl_trainer.algorithms.near_rows import NearRows
 from rl_trainer.config.optim import Schedule
@@ -67,7 +68,7 @@ def split_over_ranks(
     """
     if lengths.size < ranks:
         raise BatchError(
-            f"{lengths.size} rows can't give each of {ranks} ranks one; raise PromptOrder.batch_size or RolloutConfig.n."
+            f"{counted(lengths.size, 'row')} can't give each of {ranks} ranks one; raise PromptOrder.batch_size or RolloutConfig.n."
         )
     dealt: list[list[list[int]]] = [[] for _ in range(ranks)]
     load = [(0, 0)] * ranks
@@ -105,7 +106,7 @@ def mini_batches(lengths: IntArray, parts: int, rng: np.random.Generator) -> lis
     rows = lengths.size
     if not 1 <= parts <= rows:
         raise BatchError(
-            f"{rows} rows can't be split into {parts} mini-batches; set ppo_mini_batch_size to at most the rows of a step."
+            f"{counted(rows, 'row')} can't be split into {parts} mini-batches; set ppo_mini_batch_size to at most the rows of a step."
         )
     order = rng.permutation(rows)
     order = order[np.argsort(-lengths[order], kind="stable")]

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from rl_protocol import SchemaError
+from rl_protocol.counted import counted
 
 ROW_FORMAT = '{"prompt": [{"role": "user", "content": "..."}], "reward_model": {"ground_truth": "..."}}'
 """Required fields of a row, for messages."""
@@ -92,7 +93,7 @@ class BadRows:
     def lines(self) -> tuple[str, ...]:
         """One line per fault, most frequent first: count, first place, reason, example."""
         groups = sorted(self._groups.values(), key=lambda group: -group.count)
-        more = (f"{self._more} rows with other faults",) if self._more else ()
+        more = (f"{counted(self._more, 'row')} with other faults",) if self._more else ()
         return (*(group.line(self.rows_of_files) for group in groups), *more)
 
     def remedy(self, prompt_key: str, *, can_skip: bool) -> str:

@@ -17,6 +17,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from rl_protocol import ConfigError, SchemaError
+from rl_protocol.counted import counted
 from rl_trainer.data.images import PLACEHOLDER, Vision
 from rl_trainer.data.prompt_rows import Message
 from rl_trainer.data.template_subprocess import Renderer, RunawayTemplateError, template_names
@@ -73,7 +74,8 @@ class PromptEncoder:
         self._named = f"The chat template in {folder}" if folder else "The chat template of the tokenizer"
         if tools and "tools" not in self._variables(template):
             raise ConfigError(
-                f"The session has {len(tools)} tools to describe in each prompt, but the {'chat template' if template else 'tokenizer'} "
+                f"The session has {counted(len(tools), 'tool')} to describe in each prompt, but the "
+                f"{'chat template' if template else 'tokenizer'} "
                 f"{'does not use tools' if template else 'has no chat template'}. Set PromptEncoder.load to a model whose template does, or "
                 "register a session of your own, and describe its tools in the data."
             )

@@ -117,7 +117,7 @@ def check_images(sources: Sequence[ImageSource], folder: Path, text: str) -> lis
     placeholders = text.count(PLACEHOLDER)
     if placeholders != len(sources):
         raise SchemaError(
-            f"the prompt contains {PLACEHOLDER} {placeholders} times, but the row has {len(sources)} images"
+            f"the prompt must contain {PLACEHOLDER} once for each image; it does so {placeholders} times, images: {len(sources)}"
         )
     return [_checked(number, source, folder) for number, source in enumerate(sources, 1)]
 
@@ -255,7 +255,9 @@ class Vision:
         """
         written = sum(one == self.token for one in ids)
         if written != len(counts):
-            raise SchemaError(f"the chat template writes {written} image tokens for {len(counts)} images")
+            raise SchemaError(
+                f"the chat template must write one image token for each image; tokens: {written}, images: {len(counts)}"
+            )
         left, out = iter(counts), list[int]()
         for one in ids:
             out += [one] * next(left) if one == self.token else [one]

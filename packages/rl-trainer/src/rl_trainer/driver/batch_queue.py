@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from rl_protocol import DataLostError, KVBatchMeta, RLError, RolloutError
+from rl_protocol.counted import counted
 from rl_trainer.algorithms.metrics import stats
 from rl_trainer.asyncio_tasks import deadline
 from rl_trainer.workers.columns import weight_versions
@@ -267,7 +268,7 @@ class GroupCounts:
     held: int
 
     def __str__(self) -> str:
-        return f"{self.finished} prompts finished = {self.trained} trained + {self.dropped} dropped + {self.held} held"
+        return f"{counted(self.finished, 'prompt')} finished = {self.trained} trained + {self.dropped} dropped + {self.held} held"
 
     def check(self) -> None:
         """Check that every finished prompt was trained on, dropped, or is still held.

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from rl_protocol import BatchError, KVBatchMeta, balanced_parts
+from rl_protocol.counted import counted
 from rl_trainer.algorithms.arrays import IntArray
 from rl_trainer.algorithms.batching import split_over_ranks
 from rl_trainer.algorithms.near_rows import NearRows
@@ -191,7 +192,7 @@ def forward_calls(
     count = max(dp_ranks) + 1
     if len(rows.names) < count:
         raise BatchError(
-            f"Stage {name!r} has {len(rows.names)} rows for {count} ranks; raise PromptOrder.batch_size, or use fewer ranks."
+            f"Stage {name!r} has {counted(len(rows.names), 'row')} for {counted(count, 'rank')}; raise PromptOrder.batch_size, or use fewer ranks."
         )
     parts = balanced_parts(rows.lengths, count)
     if near := rows.near(hosts):

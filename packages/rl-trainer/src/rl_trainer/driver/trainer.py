@@ -28,6 +28,7 @@ from typing import TypeVar
 import msgspec
 
 from rl_protocol import DataLostError, KVBatchMeta, RLError, RolloutError, RowKey
+from rl_protocol.counted import counted
 from rl_protocol.rl_columns import TRAIN_PARTITION, VALIDATION_PARTITION
 from rl_protocol.support.options import require
 from rl_trainer.algorithms.metrics import stats
@@ -497,7 +498,7 @@ class PPOTrainer:
         if len(sampled.rows) < ranks:
             if sampled.rows:
                 logger.warning(
-                    "step %d has %d rows for %d ranks, and trains none of them", step, len(sampled.rows), ranks
+                    "step %d has %s for %d ranks, and trains no row", step, counted(len(sampled.rows), "row"), ranks
                 )
             return _Prepared((), sampled.metrics, sampled, tokens=0, groups=0)
         ages = self._staleness(sampled.rows)
@@ -544,7 +545,7 @@ class PPOTrainer:
         if self._parts.weight_sync is not None and self._policy.too_old(oldest):
             raise RolloutError(
                 f"Trajectory {rows.keys[ages.oldest.index(oldest)]!r} was generated with version {self._version - oldest} of the weights and would "
-                f"train version {self._version}; AsyncConfig.max_staleness={bound} allows {bound} versions between them."
+                f"train version {self._version}; AsyncConfig.max_staleness={bound} allows {counted(bound, 'version')} between them."
             )
         return ages
 

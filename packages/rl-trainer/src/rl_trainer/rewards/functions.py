@@ -17,6 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from rl_protocol import ConfigError
+from rl_protocol.counted import counted
 from rl_trainer.rewards.scorer import Failure, Outcome, Sample, failure_of, outcome_of
 
 Form = Literal["single", "async", "batch"]
@@ -100,7 +101,7 @@ def _run_batch(function: Callable[..., Sequence[Any]], samples: Sequence[Sample]
     except Exception as error:  # noqa: BLE001 - as above
         return [failure_of(error)] * len(samples)
     if len(returned) != len(samples):
-        message = f"returned {len(returned)} results for {len(samples)} responses"
+        message = f"returned {counted(len(returned), 'result')} for {counted(len(samples), 'response')}"
         return [Failure(kind="no_number", message=message)] * len(samples)
     return [_read(one) for one in returned]
 

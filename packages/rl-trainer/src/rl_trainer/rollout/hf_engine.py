@@ -12,6 +12,7 @@ import torch
 
 from rl_protocol import ConfigError, KeptSets, RolloutError, WeightSyncError, WeightTensor
 from rl_protocol.batch.routed_experts import ExpertIds
+from rl_protocol.counted import counted
 from rl_protocol.ports import Generation, GenerationRequest, Memory, SamplingParams, WeightCapabilities
 from rl_protocol.support.host.this_process import give_back_memory
 from rl_protocol.torch import TORCH_DTYPES, lent_weight, torch_dtype_name
@@ -252,8 +253,8 @@ class HFRolloutEngine:
         seen = sum(math.prod(image.grid_thw) for image in request.images) / (self._facts.pieces or 1)
         if told != seen:
             raise RolloutError(
-                f"Prompt {request.uid!r} has {told} image tokens, and its {len(request.images)} images are {seen:g} of them; a context must "
-                "begin with the prompt of its row, and only a model that sees images can be shown one."
+                f"Prompt {request.uid!r} has {counted(told, 'image token')}, and its {counted(len(request.images), 'image')} must have {seen:g}; "
+                "a context must begin with the prompt of its row, and only a model that sees images can be shown one."
             )
 
     async def _generate_batch(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Generation]:

@@ -16,6 +16,7 @@ import numpy as np
 from rl_protocol.batch.batch_data import BatchData
 from rl_protocol.batch.kv_batch_meta import KVBatchMeta, LazyRows, Scalar, Tag, check_where
 from rl_protocol.batch.schema import ColumnSpec
+from rl_protocol.counted import counted
 from rl_protocol.errors import BatchError, ConfigError, DuplicateKeyError, PlaneLostError, PlaneTimeout, RLError
 from rl_protocol.ports import DataPlane, PlaneStats, RowChanges, RowFlags, RowHosts, Traffic
 from rl_protocol.support.host_identity import this_host
@@ -518,8 +519,10 @@ def _check_put(
         raise DuplicateKeyError(f"Key {twice!r} occurs more than once in one put; keys must be unique.")
     rows = len(keys)
     if data is not None and len(data) != rows:
-        raise BatchError(f"A put needs one row per key: {rows} keys, {len(data)} rows of data.")
+        raise BatchError(f"A put needs one row per key: {counted(rows, 'key')}, {counted(len(data), 'row')} of data.")
     if tags is not None and len(tags) != rows:
-        raise BatchError(f"A put needs one row per key: {rows} keys, {len(tags)} tags.")
+        raise BatchError(f"A put needs one row per key: {counted(rows, 'key')}, {counted(len(tags), 'tag')}.")
     if expect is not None and len(expect) != rows:
-        raise BatchError(f"A put needs one row per key: {rows} keys, {len(expect)} expected tags.")
+        raise BatchError(
+            f"A put needs one row per key: {counted(rows, 'key')}, {counted(len(expect), 'expected tag')}."
+        )

@@ -16,6 +16,7 @@ from typing import Self, TypeVar, cast
 
 from rl_protocol.batch.kv_batch_meta import KVBatchMeta, Scalar, Tag
 from rl_protocol.batch.row_key import RowKey
+from rl_protocol.counted import counted
 from rl_protocol.errors import BatchError, PlaneTimeout
 from rl_protocol.ports import DataPlane, GroupFailure, GroupStatus, Lease, settle
 from rl_protocol.ports.replay import SETTLED_SUFFIX
@@ -132,7 +133,7 @@ class ReplayBuffer:
             lambda: self._book.take(count, max(version, self._book.version), _as_set(uids)),
             lambda taken: [group.uid for group in taken],
             self._rows_of,
-            f"fewer than {count} groups can be taken",
+            f"fewer than {counted(count, 'group')} can be taken",
             timeout_s,
         )
 

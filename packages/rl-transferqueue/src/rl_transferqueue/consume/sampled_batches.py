@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from rl_protocol.batch.batch_data import BatchData
 from rl_protocol.batch.columns import ObjectColumn
 from rl_protocol.batch.kv_batch_meta import KVBatchMeta, Scalar
+from rl_protocol.counted import counted
 from rl_protocol.errors import ConflictError, MissingDataError, PlaneTimeout
 from rl_protocol.ports import DataPlane
 from rl_transferqueue.client.deadline import deadline_after, seconds_until
@@ -116,7 +117,7 @@ class _Drawing:
                 except (ConflictError, MissingDataError):  # another process took some: list again
                     continue
                 return shares
-            version = await self._wait(wanted.partition, version, f"{len(ready)} rows were ready")
+            version = await self._wait(wanted.partition, version, f"rows that were ready: {len(ready)}")
             await asyncio.sleep(min(_REST * listed_s, seconds_until(self._deadline)))
 
     async def agree(self, turn: str) -> list[list[str]]:
@@ -162,11 +163,13 @@ class _Drawing:
         """Wait for a change after `version`; return the new version. Version 0 returns at once."""
         left, wanted = seconds_until(self._deadline), self._settings
         if self._on_wait is not None:
-            self._on_wait(f"{wanted.count} units with columns {list(wanted.fields)} could not be drawn: {state}")
+            self._on_wait(
+                f"{counted(wanted.count, 'unit')} with columns {list(wanted.fields)} could not be drawn: {state}"
+            )
         changes = await self._plane.watch(partition, since=version, where=where, timeout_s=left)
         if changes.version == version and version and not seconds_until(self._deadline):
             raise PlaneTimeout(
-                f"Task {wanted.task!r} could not draw {wanted.count} units with columns {list(wanted.fields)} from "
+                f"Task {wanted.task!r} could not draw {counted(wanted.count, 'unit')} with columns {list(wanted.fields)} from "
                 f"partition {wanted.partition!r} within {wanted.timeout_s:g} s: {state}. Raise the deadline, or check "
                 "the processes that write them."
             )

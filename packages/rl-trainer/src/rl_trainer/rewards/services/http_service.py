@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 import aiohttp
 
 from rl_protocol import ConfigError
+from rl_protocol.counted import counted
 from rl_trainer.rewards.functions import timed_out
 from rl_trainer.rewards.scorer import Failure
 from rl_trainer.rewards.scorer_toml import ServiceConfig
@@ -122,7 +123,9 @@ class HttpService:
                 return await self._attempt(body)
             except _Retry as failed:
                 if attempt == self._config.attempts:
-                    return Failure(kind="exception", message=f"got no answer in {attempt} attempts: {failed}")
+                    return Failure(
+                        kind="exception", message=f"got no answer in {counted(attempt, 'attempt')}: {failed}"
+                    )
                 delay = retry_delay(attempt, failed.retry_after)
             await asyncio.sleep(delay)
             await asyncio.sleep(self._rate.wait(self._clock()))
