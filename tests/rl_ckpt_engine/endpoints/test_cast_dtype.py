@@ -44,6 +44,14 @@ def test_bfloat16_by_hand() -> None:
     assert cast(weight("float32", data), "bfloat16").data.view(np.uint16).tolist() == list(bits.values())
 
 
+@pytest.mark.parametrize("target", ["float16", "bfloat16"])
+def test_float64_is_rounded_as_torch_rounds_it(target: str) -> None:
+    """By way of float32, in which these are ties."""
+    beside = np.array([1 + 2**-bit + sign * 2**-40 for bit in (8, 11) for sign in (1, -1)] * 16)
+    want = torch.from_numpy(beside).to(TORCH[target]).view(torch.int16)
+    assert cast(weight("float64", beside), target).data.view(np.int16).tolist() == want.tolist()
+
+
 @pytest.mark.parametrize("target", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("source", sorted(TORCH))
 def test_any_bits_are_cast_as_torch_casts_them(source: str, target: str) -> None:

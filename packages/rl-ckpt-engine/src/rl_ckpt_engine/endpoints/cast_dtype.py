@@ -32,6 +32,9 @@ def cast_all(weights: Iterable[WeightTensor], dtype: str) -> Generator[WeightTen
 def cast(weight: WeightTensor, dtype: str) -> WeightTensor:
     """Cast a floating-point tensor, rounding to nearest, ties to even; overflow becomes infinity.
 
+    As in torch, float64 is rounded to float32 first, so that a value just beside a tie may be
+    rounded as the tie.
+
     Tensors of integers, bool and 8-bit floats are returned unchanged.
     """
     if weight.dtype == dtype or weight.dtype not in _FROM:
