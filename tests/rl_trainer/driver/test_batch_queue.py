@@ -218,6 +218,21 @@ def test_a_step_trains_on_what_is_ready_first():
     assert (counts.finished, counts.dropped) == (4 * BATCH, 0)
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        # one prompt is a turn, and goes to one of two replicas
+        ({"workers": 2, "bound": 1, "order": "ready_first", "on_update": "continue"}, 1.0),
+        # 4 prompts on 4 replicas, of which 3 are informative, and then 2 on two of them: 2, 2, 1, 1
+        ({"workers": 4, "kept": 3}, 2 / 1.5),
+    ],
+    ids=["ready first", "two rounds"],
+)
+def test_imbalance_is_that_of_all_responses_of_a_step(options, expected):
+    world = World(delays=[0], **options).fit()
+    assert [m["rollout/imbalance"] for step, m in world.steps if step] == pytest.approx([expected] * 4)
+
+
 def test_a_group_that_gets_too_old_is_dropped_and_its_prompt_generated_again():
     """Its replica generates it to the end, and what it hands over then is refused."""
     world = World(

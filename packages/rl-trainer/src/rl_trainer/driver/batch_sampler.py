@@ -19,6 +19,7 @@ from rl_trainer.data.prompt_draws import PromptDraws, prompt_uid
 from rl_trainer.driver.batch_queue import BatchQueue, Staleness
 from rl_trainer.driver.hooks import notify
 from rl_trainer.driver.old_log_prob import STAGE, AutoOldLogProb
+from rl_trainer.driver.rollout_router import imbalance
 from rl_trainer.driver.rollouts import RolledOut, Rollouts, Spare, join_rows
 from rl_trainer.driver.stage_calls import call
 from rl_trainer.driver.stage_runner import Clock
@@ -28,6 +29,7 @@ from rl_trainer.workers.messages import FilterResult, Partition, PromptRef, Rewa
 
 Scoring = TypeVar("Scoring", bound=RewardResult)
 _FAILURES = "reward/failures"
+_IMBALANCE = "rollout/imbalance"
 _COUNTS = ("replay/", _FAILURES, "training/filter_groups/")
 """How the names of metrics begin that count something."""
 
@@ -45,6 +47,8 @@ class Sampled:
         stopped: whether it was given up while its prompts were generated; there are no rows.
         unused: keys of the trajectories that were filtered out.
         gap: of a sample of the trajectories, compared while they were scored; None: not compared.
+        tokens: [R] response tokens that each replica generated; empty: it was sampled before a
+            restart.
     """
 
     rows: KVBatchMeta
@@ -55,6 +59,7 @@ class Sampled:
     stopped: bool = False
     unused: Sequence[str] = ()
     gap: LogProbGap | None = None
+    tokens: Sequence[int] = ()
 
     @property
     def oldest(self) -> int | None:
@@ -72,16 +77,20 @@ class Sampled:
         if len(parts) == 1:
             return parts[0]
         rows = join_rows([part.rows for part in parts if part.rows] or [parts[0].rows])
+        metrics = joined_metrics(
+            [part.metrics for part in parts], [len(part.rows) + len(part.unused) for part in parts]
+        )
+        tokens = _by_replica([part.tokens for part in parts])
+        metrics.pop(_IMBALANCE, None)  # a mean of those of one turn each
+        metrics |= rollout_metrics(rows) | ({_IMBALANCE: imbalance(tokens)} if tokens else {})
         return cls(
             rows=rows,
             prompts=[prompt for part in parts for prompt in part.prompts],
             groups=sum(part.groups for part in parts),
-            metrics=joined_metrics(
-                [part.metrics for part in parts], [len(part.rows) + len(part.unused) for part in parts]
-            )
-            | rollout_metrics(rows),
+            metrics=metrics,
             scores={uid: score for part in parts for uid, score in part.scores.items()},
             unused=[key for part in parts for key in part.unused],
+            tokens=tokens,
         )
 
 
@@ -192,6 +201,7 @@ class Sampler:
         decision: Generate | Train | GiveUp = Generate(num_prompts=wanted)
         rows = KVBatchMeta(partition=TRAIN_PARTITION, keys=())
         rounds, generated, groups, failed, truncated = 0, 0, 0, set[str](), 0
+        tokens: Sequence[int] = ()
         scores, scorings = dict[str, tuple[float, float]](), list[tuple[Mapping[str, float], int]]()
 
         def draw(count: int) -> Sequence[PromptRef]:
@@ -214,9 +224,12 @@ class Sampler:
                 return Sampled(rolled.rows, prompts, groups, metrics, stopped=True)
             new, truncated = rolled.rows, truncated + rolled.truncated
             self._notify("on_sample_end", step, new)
-            metrics["rollout/imbalance"] = max(rolled.imbalance, metrics.get("rollout/imbalance", 1.0))
+            tokens = _by_replica([tokens, rolled.tokens])
             rows = join_rows([rows, new]) if rows else new
-            metrics |= rollout_metrics(rows) | {"response_length/truncated_ratio": truncated / len(rows)}
+            metrics |= rollout_metrics(rows) | {
+                _IMBALANCE: imbalance(tokens),
+                "response_length/truncated_ratio": truncated / len(rows),
+            }
             scored, gap = await both(
                 clock.time("reward", self.score("reward", RewardResult, step, new.without_tags())),
                 self._compare(clock, step, new),
@@ -228,7 +241,8 @@ class Sampler:
                 _FAILURES: float(len(failed))
             }
             if "filter" not in parts.graph:
-                return Sampled(_without(rows, failed), prompts, groups, metrics | clock.seconds, scores, gap=gap)
+                metrics |= clock.seconds
+                return Sampled(_without(rows, failed), prompts, groups, metrics, scores, gap=gap, tokens=tokens)
             if usable := _without(new, failed):
                 kept += await clock.time("filter", self._informative(step, usable.without_tags()))
             decision = next_round(
@@ -247,7 +261,7 @@ class Sampler:
         keep = [i for i, key in enumerate(rows.keys) if RowKey.parse(key).uid in chosen]
         used = rows.select_rows(keep)
         unused = sorted(set(rows.keys) - set(used.keys))
-        return Sampled(_without(used, failed), prompts, groups, metrics, scores, unused=unused)
+        return Sampled(_without(used, failed), prompts, groups, metrics, scores, unused=unused, tokens=tokens)
 
     async def _compare(self, clock: Clock, step: int, rows: KVBatchMeta) -> LogProbGap | None:
         """Compare log-probs of rows while they are scored, where the actors have no other work and
@@ -341,11 +355,16 @@ def _joined(name: str, weighted: Sequence[tuple[float, int]]) -> float:
     values = [value for value, _ in weighted]
     if name.startswith(_COUNTS):
         return sum(values)
-    if name.endswith("/max") or name.startswith(("timing_s/", "rollout/imbalance")):
+    if name.endswith("/max") or name.startswith("timing_s/"):
         return max(values)
     if name.endswith("/min"):
         return min(values)
     return sum(value * count for value, count in weighted) / sum(count for _, count in weighted)
+
+
+def _by_replica(parts: Sequence[Sequence[int]]) -> list[int]:
+    """[R] the sums over the parts, of which some may be empty."""
+    return [sum(counts) for counts in zip(*filter(None, parts), strict=True)]
 
 
 def add_failures(metrics: dict[str, float], rolled: RolledOut) -> None:

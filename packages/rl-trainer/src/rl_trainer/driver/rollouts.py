@@ -17,7 +17,7 @@ from rl_trainer.asyncio_tasks import deadline
 from rl_trainer.config import ReplayConfig
 from rl_trainer.driver.batch_queue import MOST_STAGES
 from rl_trainer.driver.replica_gate import Permits, ReplicaGate
-from rl_trainer.driver.rollout_router import Router, imbalance, num_sessions, roll_out
+from rl_trainer.driver.rollout_router import Router, num_sessions, roll_out
 from rl_trainer.driver.stage_calls import WorkerHandle, call
 from rl_trainer.workers.columns import TRUNCATED, weight_versions
 from rl_trainer.workers.messages import LeasedPrompt, Partition, PromptRef, RolloutCall, RolloutResult
@@ -37,7 +37,7 @@ class RolledOut:
     Attributes:
         rows: the new trajectories, with tags, sorted by key; none if the rollout was stopped.
         groups: how many prompts have any.
-        imbalance: response tokens of the busiest replica over the mean.
+        tokens: [R] response tokens that each replica generated.
         truncated: trajectories that reached rollout.response_length.
         failures: failed attempts at a prompt.
         replaced: prompts in whose place another one was rolled out.
@@ -46,7 +46,7 @@ class RolledOut:
 
     rows: KVBatchMeta
     groups: int
-    imbalance: float
+    tokens: Sequence[int]
     truncated: int
     failures: Sequence[GroupFailure]
     replaced: int
@@ -333,7 +333,7 @@ class _Rollout:
         return RolledOut(
             rows.select_keys(sorted(rows.keys)),  # by name, not by arrival: the same batch in every run
             len(set(rows.tag_values("uid"))),
-            imbalance(self._tokens),
+            self._tokens,
             sum(TRUNCATED in tag for tag in rows.tags),
             self._rollouts.failures_of(self._partition.name, self.prompts),
             self._replaced,
