@@ -50,7 +50,7 @@ SCENARIOS = {
         "fsdp": {"param_dtype": "bfloat16", **RECOMPUTED},
         "lora": LORA,
     },
-    "critic": {"critic": {"ppo_mini_batch_size": 4, "ppo_micro_batch_size": 3}},
+    "critic": {"critic": {"ppo_mini_batch_size": 4, "ppo_micro_batch_size": 3, "ppo_epochs": 2}},
     "critic_packed_recomputed": {"critic": JOINED, "fsdp": RECOMPUTED},
     "critic_lora": {"critic": JOINED, "fsdp": RECOMPUTED, "lora": LoraConfig(rank=4, alpha=8, use_dora=True)},
 }

@@ -67,7 +67,7 @@ class TrainerCritic(MegatronCriticBackend):
     """MegatronCriticBackend with the value-fit metric of the whole batch."""
 
     def update_local(self, batch: BatchData, mini_batches: Sequence[Sequence[int]]) -> dict[str, float]:
-        return super().update_local(batch, mini_batches) | value_fit(batch, self._total)
+        return super().update_local(batch, mini_batches) | value_fit(batch, mini_batches, self._total)
 
     def _total(self, values: Sequence[float]) -> list[float]:
         numbers = torch.tensor(values, dtype=torch.float64, device=self.ranks.device)

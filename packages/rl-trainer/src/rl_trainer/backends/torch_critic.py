@@ -119,7 +119,8 @@ class TorchCriticBackend:
         with adapter_dropout(self._model, self._lora):
             found = self._optimizer.run(batch, mini_batches, self._loss)
         self._updates += 1
-        return {f"critic/{name}": value for name, value in found.items()} | value_fit(batch, self._strategy.world.total)
+        fit = value_fit(batch, mini_batches, self._strategy.world.total)
+        return {f"critic/{name}": value for name, value in found.items()} | fit
 
     def snapshot(self) -> Write:
         return snapshot(self._model, self._optimizer, self._updates, self._strategy.world)

@@ -74,11 +74,23 @@ class ValueObjective:
         return aggregate(loss, mask, tokens.row, tokens.rows, counts, config.loss_agg_mode)
 
 
-def value_fit(batch: BatchData, sum_over_ranks: Callable[[Sequence[float]], list[float]] = list) -> dict[str, float]:
+def value_fit(
+    batch: BatchData,
+    mini_batches: Sequence[Sequence[int]],
+    sum_over_ranks: Callable[[Sequence[float]], list[float]] = list,
+) -> dict[str, float]:
     """`critic/vf_explained_var`: variance of the returns explained by the values before the update.
 
-    Computed over the rows of all ranks.
+    Computed over the mini-batches of all ranks, where each row is once per epoch. A row that is on
+    one rank in one epoch, and on another rank in the next, is in the batches of both.
+
+    Args:
+        batch: the rows of this rank.
+        mini_batches: its rows in each mini-batch.
+        sum_over_ranks: the sum of each number over the ranks.
     """
-    mask = batch.ragged("response_mask").values.astype(np.bool_)
-    values, returns = (batch.ragged(name).values.astype(np.float64)[mask] for name in ("values", "returns"))
+    columns = batch.select_fields(["response_mask", "values", "returns"])
+    rows = columns.select_rows([row for mini_batch in mini_batches for row in mini_batch])
+    mask = rows.ragged("response_mask").values.astype(np.bool_)
+    values, returns = (rows.ragged(name).values.astype(np.float64)[mask] for name in ("values", "returns"))
     return {"critic/vf_explained_var": explained_variance(values, returns, sum_over_ranks)}
