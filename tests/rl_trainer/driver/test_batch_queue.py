@@ -7,6 +7,7 @@ event loop can have, and no test waits for a clock.
 from __future__ import annotations
 
 import asyncio
+import re
 
 import msgspec
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from pump_world import BATCH, World, ages
 from replay_buffers import opened
 
-from rl_protocol import DataLostError, KVBatchMeta, RLError, RolloutError, WorkerError
+from rl_protocol import DataLostError, KVBatchMeta, RLError, RolloutError, RowKey, WorkerError
 from rl_trainer import (
     PromptOrder,
 )
@@ -24,6 +25,7 @@ from rl_trainer.config import ReplayConfig
 from rl_trainer.config.async_rl import ON_UPDATE
 from rl_trainer.driver.batch_queue import BatchQueue, GroupCounts, Staleness
 from rl_trainer.driver.idle import IdleClock
+from rl_trainer.workers.messages import RewardResult
 
 DELAYS = st.lists(st.integers(0, 40), min_size=1, max_size=30)
 
@@ -231,6 +233,31 @@ def test_a_step_trains_on_what_is_ready_first():
 def test_imbalance_is_that_of_all_responses_of_a_step(options, expected):
     world = World(delays=[0], **options).fit()
     assert [m["rollout/imbalance"] for step, m in world.steps if step] == pytest.approx([expected] * 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "solved", "expected"),
+    [
+        # of 4 and then 2 prompts of a step, the first is solved: 1 of 1 + 5 * 3 responses
+        ({"kept": 3}, r"s\d+-0", 1 / 16),
+        # each prompt is a turn, and every other one is solved: 2 of 2 + 2 * 3
+        ({"bound": 1, "order": "ready_first", "on_update": "continue"}, r"s\d*[13579]-0", 2 / 8),
+    ],
+    ids=["two rounds", "ready first"],
+)
+def test_means_are_joined_by_the_numbers_that_they_are_of(options, solved, expected):
+    """The source has one response to a prompt that is solved, and three to another one."""
+
+    def reward(call):
+        uids = {RowKey.parse(key).uid for key in call.batch.keys}
+        scores = [score for uid in uids for score in ([1.0] if re.fullmatch(solved, uid) else [0.0] * 3)]
+        name = "source/a/score/mean"
+        return RewardResult(metrics={name: sum(scores) / len(scores)}, sizes={name: len(scores)})
+
+    world = World(delays=[0], **options)
+    world.reward = reward
+    world.fit()
+    assert [m["source/a/score/mean"] for step, m in world.steps if step] == pytest.approx([expected] * 4)
 
 
 def test_a_group_that_gets_too_old_is_dropped_and_its_prompt_generated_again():

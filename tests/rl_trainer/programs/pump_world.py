@@ -176,6 +176,9 @@ class World:
             self.rolled += [(prompt.lease.uid, prompt.row) for prompt in call.prompts]
         return RolloutResult(tokens=2 * len(ended), single=True)
 
+    def reward(self, call):
+        pass
+
     def filter(self, call):
         uids = dict.fromkeys(RowKey.parse(key).uid for key in call.batch.keys)
         return FilterResult(uids=tuple(uids)[: self.kept])
@@ -221,7 +224,7 @@ class StandIn:
             return await world.rows.handle(method, payload)
         kinds = {"reward": RewardResult, "evaluate": RewardResult, "finish_save": lambda: SavedFiles(files={})}
         answer = kinds.get(method, StageResult)()
-        if method in ("filter", "update_actor"):
+        if method in ("reward", "filter", "update_actor"):
             answer = getattr(world, method)(msgspec.msgpack.decode(payload, type=StageCall)) or answer
         return msgspec.msgpack.encode(answer)
 

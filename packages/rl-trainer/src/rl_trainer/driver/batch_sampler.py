@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from rl_protocol import KVBatchMeta, RLError, RowKey
 from rl_protocol.ports import SamplingParams
@@ -28,6 +29,9 @@ from rl_trainer.rollout.trajectory_stats import rollout_metrics
 from rl_trainer.workers.messages import FilterResult, Partition, PromptRef, RewardResult, StageCall, StageResult
 
 Scoring = TypeVar("Scoring", bound=RewardResult)
+Measured: TypeAlias = tuple[Mapping[str, float], Mapping[str, int], int]
+"""Metrics of a part of a batch, how many numbers a mean among them is of, by name, and rows, which
+is that number of the others."""
 _FAILURES = "reward/failures"
 _IMBALANCE = "rollout/imbalance"
 _COUNTS = ("replay/", _FAILURES, "training/filter_groups/")
@@ -43,6 +47,8 @@ class Sampled:
         prompts: all prompts that were rolled out.
         groups: how many prompts have responses in the data plane.
         metrics: of the turn.
+        sizes: how many numbers a mean in `metrics` is of, by name; of others, and of all if it was
+            sampled before a restart, as many as rows.
         scores: mean and variance of the scores of each prompt, by uid, also of filtered ones.
         stopped: whether it was given up while its prompts were generated; there are no rows.
         unused: keys of the trajectories that were filtered out.
@@ -60,6 +66,7 @@ class Sampled:
     unused: Sequence[str] = ()
     gap: LogProbGap | None = None
     tokens: Sequence[int] = ()
+    sizes: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @property
     def oldest(self) -> int | None:
@@ -77,9 +84,8 @@ class Sampled:
         if len(parts) == 1:
             return parts[0]
         rows = join_rows([part.rows for part in parts if part.rows] or [parts[0].rows])
-        metrics = joined_metrics(
-            [part.metrics for part in parts], [len(part.rows) + len(part.unused) for part in parts]
-        )
+        measured = [(part.metrics, part.sizes, len(part.rows) + len(part.unused)) for part in parts]
+        metrics, sizes = joined_metrics(measured)
         tokens = _by_replica([part.tokens for part in parts])
         metrics.pop(_IMBALANCE, None)  # a mean of those of one turn each
         metrics |= rollout_metrics(rows) | ({_IMBALANCE: imbalance(tokens)} if tokens else {})
@@ -88,6 +94,7 @@ class Sampled:
             prompts=[prompt for part in parts for prompt in part.prompts],
             groups=sum(part.groups for part in parts),
             metrics=metrics,
+            sizes=sizes,
             scores={uid: score for part in parts for uid, score in part.scores.items()},
             unused=[key for part in parts for key in part.unused],
             tokens=tokens,
@@ -201,8 +208,8 @@ class Sampler:
         decision: Generate | Train | GiveUp = Generate(num_prompts=wanted)
         rows = KVBatchMeta(partition=TRAIN_PARTITION, keys=())
         rounds, generated, groups, failed, truncated = 0, 0, 0, set[str](), 0
-        tokens: Sequence[int] = ()
-        scores, scorings = dict[str, tuple[float, float]](), list[tuple[Mapping[str, float], int]]()
+        tokens, sizes = list[int](), dict[str, int]()
+        scores, scorings = dict[str, tuple[float, float]](), list[Measured]()
 
         def draw(count: int) -> Sequence[PromptRef]:
             fresh = self._next_prompts(turn, len(prompts), count)
@@ -236,13 +243,13 @@ class Sampler:
             )
             failed |= set(scored.failed)
             scores |= scored.prompt_scores
-            scorings.append((scored.metrics, len(new)))
-            metrics |= joined_metrics([one for one, _ in scorings], [n for _, n in scorings]) | {
-                _FAILURES: float(len(failed))
-            }
+            scorings.append((scored.metrics, scored.sizes, len(new)))
+            rewards, sizes = joined_metrics(scorings)
+            metrics |= rewards | {_FAILURES: float(len(failed))}
             if "filter" not in parts.graph:
                 metrics |= clock.seconds
-                return Sampled(_without(rows, failed), prompts, groups, metrics, scores, gap=gap, tokens=tokens)
+                kept_rows = _without(rows, failed)
+                return Sampled(kept_rows, prompts, groups, metrics, scores, gap=gap, tokens=tokens, sizes=sizes)
             if usable := _without(new, failed):
                 kept += await clock.time("filter", self._informative(step, usable.without_tags()))
             decision = next_round(
@@ -261,7 +268,8 @@ class Sampler:
         keep = [i for i, key in enumerate(rows.keys) if RowKey.parse(key).uid in chosen]
         used = rows.select_rows(keep)
         unused = sorted(set(rows.keys) - set(used.keys))
-        return Sampled(_without(used, failed), prompts, groups, metrics, scores, unused=unused, tokens=tokens)
+        kept_rows = _without(used, failed)
+        return Sampled(kept_rows, prompts, groups, metrics, scores, unused=unused, tokens=tokens, sizes=sizes)
 
     async def _compare(self, clock: Clock, step: int, rows: KVBatchMeta) -> LogProbGap | None:
         """Compare log-probs of rows while they are scored, where the actors have no other work and
@@ -337,18 +345,24 @@ def _oldest(sampled: Mapping[int, Sampled], newest: int) -> dict[int, int]:
     return {turn: newest if one.oldest is None else one.oldest for turn, one in sampled.items()}
 
 
-def joined_metrics(parts: Sequence[Mapping[str, float]], rows: Sequence[int]) -> dict[str, float]:
-    """The metrics of a batch, of those of its parts, which have this many rows each: sums of
-    counts, the largest maximum and time, the least minimum, and of the rest means over the rows.
+def joined_metrics(parts: Sequence[Measured]) -> tuple[dict[str, float], dict[str, int]]:
+    """The metrics of a batch, of those of its parts: sums of counts, the largest maximum and time,
+    the least minimum, and of the rest means over the numbers that each is of; and the sizes that
+    the parts have.
 
-    >>> joined_metrics([{"a/mean": 1.0, "a/max": 2.0}, {"a/mean": 0.0, "a/max": 3.0}], [3, 1])
-    {'a/mean': 0.75, 'a/max': 3.0}
+    >>> one, other = {"a/mean": 1.0, "a/max": 2.0}, {"a/mean": 0.0, "a/max": 3.0}
+    >>> joined_metrics([(one, {}, 3), (other, {}, 1)])
+    ({'a/mean': 0.75, 'a/max': 3.0}, {})
+    >>> joined_metrics([(one, {"a/mean": 1}, 3), (other, {"a/mean": 4}, 4)])
+    ({'a/mean': 0.2, 'a/max': 3.0}, {'a/mean': 5})
     """
     values: dict[str, list[tuple[float, int]]] = {}
-    for part, count in zip(parts, rows, strict=True):
-        for name, value in part.items():
-            values.setdefault(name, []).append((value, max(count, 1)))
-    return {name: _joined(name, one) for name, one in values.items()}
+    total = Counter[str]()
+    for metrics, sizes, rows in parts:
+        total.update(sizes)
+        for name, value in metrics.items():
+            values.setdefault(name, []).append((value, sizes.get(name, max(rows, 1))))
+    return {name: _joined(name, one) for name, one in values.items()}, dict(total)
 
 
 def _joined(name: str, weighted: Sequence[tuple[float, int]]) -> float:

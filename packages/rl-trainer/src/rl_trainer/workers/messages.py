@@ -86,6 +86,8 @@ class RewardResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Result of scoring."""
 
     metrics: dict[str, float] = {}
+    sizes: dict[str, int] = {}
+    """How many numbers a mean in `metrics` is of, by name; of others as many as rows."""
     failed: tuple[str, ...] = ()
     """Keys of the trajectories without a score, because the reward function failed on their
     session.

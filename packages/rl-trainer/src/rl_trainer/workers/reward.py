@@ -34,7 +34,14 @@ from rl_trainer.workers.messages import (
 )
 from rl_trainer.workers.sample_log import SampleLog
 from rl_trainer.workers.saved_rows import RowFiles
-from rl_trainer.workers.scoring import ResponseScorer, RewardSettings, final_rows, outcome_metrics, source_scores
+from rl_trainer.workers.scoring import (
+    Measured,
+    ResponseScorer,
+    RewardSettings,
+    final_rows,
+    outcome_metrics,
+    source_scores,
+)
 from rl_trainer.workers.stateful import StatefulWorker
 from rl_trainer.workers.trajectory_record import TrajectoryRecord
 
@@ -116,7 +123,7 @@ class RewardWorker(StatefulWorker):
         if self._record is not None and self._record.due(call.batch, call.step):
             await self._record.scored(call.batch, call.step, [outcomes[row] for row in final])
         failed = {i: one for i, row in enumerate(final) if isinstance(one := outcomes[row], Failure)}
-        metrics = outcome_metrics(list(outcomes.values()))
+        metrics, sizes = outcome_metrics(list(outcomes.values()))
         if failed:
             tags: list[Tag] = [{FAILURE_TAG: one.kind} for one in failed.values()]
             await self.plane.put(call.batch.partition, [call.batch.keys[i] for i in failed], None, tags=tags)
@@ -127,10 +134,13 @@ class RewardWorker(StatefulWorker):
         if self._settings.overlong.buffer_len:
             penalty = self._overlong_penalty(data.ragged("responses").lengths[[final[i] for i in good]])
             scores = (scores + penalty).astype(np.float32)
-            metrics |= stats("reward/overlong_penalty", penalty, np.array([final[i] == i for i in good], np.bool_))
+            scored_rows = np.array([final[i] == i for i in good], np.bool_)
+            metrics |= stats("reward/overlong_penalty", penalty, scored_rows)
+            sizes["reward/overlong_penalty/mean"] = int(scored_rows.sum())
         if not self._settings.algorithm.by_source:
             scored = {final[i]: float(score) for i, score in zip(good, scores, strict=True)}
-            metrics |= self._by_source(data.objects("data_source").values(), scored)
+            by_source = self._by_source(data.objects("data_source").values(), scored)
+            metrics, sizes = metrics | by_source[0], sizes | by_source[1]
         columns = BatchData(
             {"scores": dense(scores), "acc": dense(np.array([row["acc"] for row in numbers], np.float32))}
         )
@@ -146,6 +156,7 @@ class RewardWorker(StatefulWorker):
         given = _given(data, len(call.batch))
         result = RewardResult(
             metrics=metrics,
+            sizes=sizes,
             failed=tuple(call.batch.keys[i] for i in failed),
             failure=_examples(failed.values()),
             prompt_scores=_by_prompt(
@@ -234,14 +245,14 @@ class RewardWorker(StatefulWorker):
             return data
         return data.union(await self.prompts(batch))
 
-    def _by_source(self, sources: Sequence[str], scored: Mapping[int, float]) -> dict[str, float]:
+    def _by_source(self, sources: Sequence[str], scored: Mapping[int, float]) -> Measured:
         """Metrics of the scores by row, once rows of several data sources have been scored.
 
         With answers of the data among the rows there are none: the stage `adv` tells them apart.
         """
         self._sources.update(sources)
         several = len(self._sources) > 1 and not self._settings.algorithm.demonstrates
-        return source_scores(sources, scored) if several else {}
+        return source_scores(sources, scored) if several else ({}, {})
 
     def _overlong_penalty(self, lengths: IntArray) -> FloatArray:
         """[N] penalties of responses of these lengths, at most 0."""

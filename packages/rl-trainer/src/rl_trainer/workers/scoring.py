@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 
@@ -17,6 +18,8 @@ from rl_trainer.rewards.scorer import Failure, Outcome, Sample, Scored, Scorer
 from rl_trainer.workers.sample_log import SampleRow
 
 logger = logging.getLogger(__name__)
+Measured: TypeAlias = tuple[dict[str, float], dict[str, int]]
+"""Metrics by name, and of each mean among them, how many numbers it is of."""
 MOST_AHEAD = 1 << 16
 """Scores that are kept for calls of `score` that have not come."""
 BROKEN_AFTER = 16
@@ -178,7 +181,7 @@ def final_rows(keys: Sequence[str]) -> list[int]:
     return [last[key.uid, key.session] for key in named]
 
 
-def outcome_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
+def outcome_metrics(outcomes: Sequence[Outcome]) -> Measured:
     """Failures by kind, and the mean of each further number the function returned.
 
     A mean is over the sessions for which the function returned that number.
@@ -189,17 +192,20 @@ def outcome_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
     for one in outcomes:
         if isinstance(one, Scored):
             for name in one.numbers.keys() - {"score", "acc"}:
-                named.setdefault(name, []).append(one.numbers[name])
-    return metrics | {f"reward/extra/{name}": float(np.mean(named[name])) for name in sorted(named)}
+                named.setdefault(f"reward/extra/{name}", []).append(one.numbers[name])
+    metrics |= {name: float(np.mean(named[name])) for name in sorted(named)}
+    return metrics, {name: len(values) for name, values in named.items()}
 
 
-def source_scores(sources: Sequence[str], scored: Mapping[int, float]) -> dict[str, float]:
+def source_scores(sources: Sequence[str], scored: Mapping[int, float]) -> Measured:
     """`source/<data source>/score/{mean,max,min}` of the scores of rows.
 
-    >>> source_scores(["a", "b", "a"], {0: 1.0, 1: 2.0, 2: 0.0})["source/a/score/mean"]
-    0.5
+    >>> metrics, sizes = source_scores(["a", "b", "a"], {0: 1.0, 1: 2.0, 2: 0.0})
+    >>> metrics["source/a/score/mean"], sizes["source/a/score/mean"]
+    (0.5, 2)
     """
     groups: dict[str, list[float]] = {}
     for row, score in scored.items():
-        groups.setdefault(sources[row], []).append(score)
-    return {name: value for one in sorted(groups) for name, value in stats(f"source/{one}/score", groups[one]).items()}
+        groups.setdefault(f"source/{sources[row]}/score", []).append(score)
+    metrics = {name: value for one in sorted(groups) for name, value in stats(one, groups[one]).items()}
+    return metrics, {f"{name}/mean": len(values) for name, values in groups.items()}
