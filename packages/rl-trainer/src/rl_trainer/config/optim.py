@@ -42,7 +42,8 @@ class OptimConfig(Options):
         """Fraction of `lr` at an optimizer step; the first is 1.
 
         It rises linearly to 1 over the warmup, then falls to the minimum at `lr_decay_steps` and
-        stays there. With constant it stays at 1.
+        stays there. With constant it stays at 1. The schedules of transformers are one step later:
+        there the first step has the factor that this method has for 0.
 
         Examples:
             >>> falls = OptimConfig(lr_scheduler_type="linear", lr_warmup_steps=2, lr_decay_steps=6)
