@@ -260,6 +260,20 @@ def test_means_are_joined_by_the_numbers_that_they_are_of(options, solved, expec
     assert [m["source/a/score/mean"] for step, m in world.steps if step] == pytest.approx([expected] * 4)
 
 
+def test_a_session_without_a_score_is_one_failure():
+    """The reward function fails on the session s1-0/0, which has two trajectories."""
+    world = World(delays=[0])
+
+    def reward(call):
+        failed = ("s1-0/0/0", "s1-0/0/1") if call.step == 1 else ()
+        return RewardResult(metrics={"reward/failures/exception": float(bool(failed))}, failed=failed)
+
+    world.reward = reward
+    world.fit()
+    found = [(m["reward/failures"], m["reward/failures/exception"]) for step, m in world.steps if step]
+    assert found == [(1, 1), (0, 0), (0, 0), (0, 0)]
+
+
 def test_a_group_that_gets_too_old_is_dropped_and_its_prompt_generated_again():
     """Its replica generates it to the end, and what it hands over then is refused."""
     world = World(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -245,7 +245,7 @@ class Sampler:
             scores |= scored.prompt_scores
             scorings.append((scored.metrics, scored.sizes, len(new)))
             rewards, sizes = joined_metrics(scorings)
-            metrics |= rewards | {_FAILURES: float(len(failed))}
+            metrics |= rewards | {_FAILURES: float(_sessions(failed))}
             if "filter" not in parts.graph:
                 metrics |= clock.seconds
                 kept_rows = _without(rows, failed)
@@ -392,6 +392,11 @@ def add_failures(metrics: dict[str, float], rolled: RolledOut) -> None:
     }
     for name, count in counts.items():
         metrics[name] = metrics.get(name, 0.0) + count
+
+
+def _sessions(keys: Iterable[str]) -> int:
+    """Number of sessions of these trajectories."""
+    return len({(key.uid, key.session) for key in map(RowKey.parse, keys)})
 
 
 def _without(batch: KVBatchMeta, failed: set[str]) -> KVBatchMeta:
