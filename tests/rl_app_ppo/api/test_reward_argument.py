@@ -48,6 +48,10 @@ def few(solution_str):
     return 0.0
 
 
+def swapped(solution_str, ground_truth, data_source=None, extra_info=None):
+    return 0.0
+
+
 def twice(data_source, solution_str, ground_truth, extra_info):
     return 0.0
 
@@ -61,8 +65,9 @@ def twice(data_source, solution_str, ground_truth, extra_info):
         (
             few,
             None,
-            r"reward 'few' is called as few\(data_source, solution_str, ground_truth, extra_info\), which fails",
+            r"reward 'few' is called with 4 positional arguments, which fails: .* Write it as def few\(data_source, ",
         ),
+        (swapped, None, r"'swapped' is called with \(data_source, .* its parameter 1 is 'solution_str'\. Write it as"),
         ([twice, twice], None, "two functions are named 'twice'"),
         ("math", [0.5, 0.5], r"reward_weights must have one weight per reward \(1\); got 2"),
     ],

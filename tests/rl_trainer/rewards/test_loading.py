@@ -66,7 +66,12 @@ def test_a_function_that_is_not_there(name, message):
     [
         ("import nothing_like_it", "score", "can't be loaded: ModuleNotFoundError"),
         ("x = 1", "score", "defines no 'score'"),
-        ("score = 3", "score", "must be callable; got int"),
+        ("score = 3", "score", r"load_reward\.name='.*mine\.py:score' must be callable; got int"),
+        (
+            "async def score(data_sources, solution_strs, ground_truths, extra_infos): ...",
+            "score",
+            r"mine\.py:1 is async and takes a batch of responses\. An async function scores one",
+        ),
         ("raise SystemExit(3)\nscore = 1", "score", "can't be loaded: SystemExit: 3"),
         ("import os\nos._exit(3)\nscore = 1", "score", "did not start"),
     ],
@@ -97,6 +102,23 @@ def test_a_function_that_takes_other_arguments_is_refused_before_it_runs(tmp_pat
 
 
 @pytest.mark.parametrize(
+    ("parameters", "given", "place", "name"),
+    [
+        ("solution_str, ground_truth, data_source=None, extra_info=None", "data_source", 1, "solution_str"),
+        ("solution_str, ground_truth, method='strict', weight=1.0", "data_source", 1, "solution_str"),
+        ("source, solution_str, extra_info, ground_truth", "data_source", 3, "extra_info"),
+        ("solution_strs, ground_truths, data_sources, extra_infos", "data_sources", 1, "solution_strs"),
+    ],
+)
+def test_a_function_with_its_arguments_in_another_order_is_refused(tmp_path, parameters, given, place, name):
+    file = write(tmp_path, f"def score({parameters}): ...\n")
+    message = rf"mine\.py:1 is called with \({given}, .*\), in this order, but its parameter {place} is '{name}'"
+    for use in (check_reward, load_reward):
+        with pytest.raises(ConfigError, match=message):
+            use(f"{file}:score")
+
+
+@pytest.mark.parametrize(
     "code",
     [
         "score = lambda a, b: 1.0",
@@ -121,6 +143,9 @@ def test_an_error_that_only_the_compiler_finds_is_named_by_its_line(tmp_path):
     [
         "def score(a, b, c, d): ...",
         "def score(a, b, c, d=None, e=None, **more): ...",
+        "def score(data_source, solution_str, ground_truth, extra_info=None, method='strict'): ...",
+        "def score(data_sources, solution_strs, ground_truths, extra_infos): ...",
+        "def score(source, solution_str, answer, extra_info): ...",
         "def score(a, *rest): ...",
         "def score(a, /, b, c, d=None): ...",
         "def score(*all, weight=1.0): ...",

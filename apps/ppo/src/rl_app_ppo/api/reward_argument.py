@@ -12,6 +12,7 @@ from typing import Any, cast
 from rl_app_ppo.api.content_folder import keep
 from rl_app_ppo.api.function_source import module_source
 from rl_protocol import ConfigError
+from rl_trainer.rewards.functions import misfit
 
 Reward = str | Callable[..., Any]
 """A name as in `reward.function`, or a function in the form of verl's `compute_score`."""
@@ -101,10 +102,6 @@ def _checked(reward: object) -> FunctionType:
             f"reward (reward.function) must be a name, a function written with `def`, or a list of these; got {reward!r} ({what}). "
             f"Wrap it: def score{_SIGNATURE}: ..."
         )
-    try:
-        inspect.signature(reward).bind("", "", "", {})
-    except TypeError as error:
-        raise ConfigError(
-            f"reward {reward.__name__!r} is called as {reward.__name__}{_SIGNATURE}, which fails: {error}. Give it these parameters."
-        ) from error
+    if why := misfit(inspect.signature(reward)):
+        raise ConfigError(f"reward {reward.__name__!r} {why}. Write it as def {reward.__name__}{_SIGNATURE}: ...")
     return reward

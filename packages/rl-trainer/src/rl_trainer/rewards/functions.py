@@ -22,19 +22,45 @@ from rl_trainer.rewards.scorer import Failure, Outcome, Sample, failure_of, outc
 
 Form = Literal["single", "async", "batch"]
 
+ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+"""What a reward function is called with, by position, as verl's `compute_score`."""
+BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+"""The same for a batch function."""
+
 
 def form_of(function: Callable[..., Any]) -> Form:
     """How a reward function is called.
 
     Raises:
-        ConfigError: it is not callable.
+        ConfigError: it is not callable, or a coroutine function that takes a batch.
     """
     if not callable(function):
         raise ConfigError(f"A reward function must be callable; got {type(function).__name__}.")
+    batch = list(inspect.signature(function).parameters)[:1] == ["data_sources"]
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+        if batch:
+            raise ConfigError(
+                f"The reward function {place_of(function)} is async and takes a batch of responses. An async function scores one: "
+                f"give it the parameters ({', '.join(ARGUMENTS)}=None), or write it without async."
+            )
         return "async"
-    names = list(inspect.signature(function).parameters)
-    return "batch" if names[:1] == ["data_sources"] else "single"
+    return "batch" if batch else "single"
+
+
+def misfit(signature: inspect.Signature) -> str:
+    """Why a function of this signature can't be called as a reward function; empty: it can.
+
+    The call is by position, so a parameter with the name of an argument must have its place.
+    """
+    try:
+        signature.bind(*ARGUMENTS)
+    except TypeError as error:
+        return f"is called with {len(ARGUMENTS)} positional arguments, which fails: {error}"
+    for given in (ARGUMENTS, BATCH_ARGUMENTS):
+        for place, name in enumerate(signature.parameters):
+            if name in given and given.index(name) != place:
+                return f"is called with ({', '.join(given)}), in this order, but its parameter {place + 1} is {name!r}"
+    return ""
 
 
 def run(function: Callable[..., Any], samples: Sequence[Sample], timeout_s: float) -> list[Outcome]:

@@ -21,6 +21,7 @@ from rl_protocol.support.options import nearest
 from rl_protocol.support.plugins import check_installed, load_installed
 from rl_protocol.support.trusted_files import check_object, find_object, load_object, written_signature
 from rl_trainer.config.registry import installed
+from rl_trainer.rewards.functions import ARGUMENTS, BATCH_ARGUMENTS, misfit
 
 ENTRY_POINTS = "rl_trainer.rewards"
 KEY = "load_reward.name"
@@ -34,9 +35,6 @@ BUILT_IN: Mapping[str, str] = {
 }
 HARMLESS = frozenset({"exact_match", "gsm8k", "gsm8k_flexible"})
 """Built-in functions that return quickly for any response; they need no separate process."""
-
-ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-"""What a reward function is called with, as verl's `compute_score`."""
 
 
 def check_reward(name: str, environment: Mapping[str, str] = os.environ) -> None:
@@ -56,14 +54,12 @@ def check_reward(name: str, environment: Mapping[str, str] = os.environ) -> None
 
 def _check_call(signature: inspect.Signature, name: str, environment: Mapping[str, str]) -> None:
     """Check that a function of this signature takes the arguments of a reward function."""
-    try:
-        signature.bind(*ARGUMENTS)
-    except TypeError as error:
+    if why := misfit(signature):
         place = find_object(name, KEY, environment) if ":" in name else ""
         raise ConfigError(
-            f"{KEY}={name!r}: {place or 'it'} is called with {len(ARGUMENTS)} positional arguments, which fails: {error}. Give it the "
-            f"parameters ({', '.join(ARGUMENTS)}=None)."
-        ) from error
+            f"{KEY}={name!r}: {place or 'it'} {why}. Give it the parameters ({', '.join(ARGUMENTS)}=None), or those of a batch, "
+            f"({', '.join(BATCH_ARGUMENTS)})."
+        )
 
 
 def written_at(name: str, environment: Mapping[str, str] = os.environ) -> str:
@@ -80,8 +76,9 @@ def load_reward(name: str, environment: Mapping[str, str] = os.environ) -> Calla
             tells; or it can't be imported.
     """
     loaded = load_object(name, KEY, environment) if ":" in name else _load_named(name, environment)
-    if callable(loaded):
-        _check_call(inspect.signature(loaded), name, environment)
+    if not callable(loaded):
+        raise ConfigError(f"{KEY}={name!r} must be callable; got {type(loaded).__name__}.")
+    _check_call(inspect.signature(loaded), name, environment)
     return loaded
 
 
