@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from types import SimpleNamespace
 from typing import ClassVar
 
 import msgspec
@@ -105,3 +106,19 @@ def test_a_process_whose_gpu_a_replica_uses_gives_cached_memory_back_after_each_
 
     asyncio.run(calls())
     assert released == (["all", "all"] if lends else [])
+
+
+def _call_that_raises(error):
+    raise error
+
+
+@pytest.mark.parametrize(("error", "logged"), [(KeyError("table"), 1), (WorkerError("not built"), 0)])
+def test_the_log_has_the_traceback_of_a_call_that_fails_unless_the_error_explains_itself(tmp_path, error, logged):
+    """The driver gets only the message of a user's exception, and refers to this log."""
+    process = WorkerProcess(["actor"], "actor", tmp_path / "log", 1)
+    process._workers = {"actor": (SimpleNamespace(handle=lambda *_: _call_that_raises(error)), None)}
+    with pytest.raises(type(error)):
+        asyncio.run(process.call("actor", "update_actor", b""))
+    log = (tmp_path / "log").read_text()
+    assert log.count("worker actor failed in update_actor\nTraceback") == logged
+    assert log.count("in _call_that_raises") == logged

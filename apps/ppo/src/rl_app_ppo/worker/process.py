@@ -23,7 +23,7 @@ from rl_app_ppo.worker.rank_connections import named_rank_connections
 from rl_app_ppo.worker.rank_network import rank_interface
 from rl_app_ppo.worker.weight_endpoints import require_admission
 from rl_ckpt_engine.endpoints.operations import METHODS
-from rl_protocol import WorkerError
+from rl_protocol import RLError, WorkerError
 from rl_protocol.support.heartbeat import beat_in_memory
 from rl_protocol.support.host.this_process import end_at_sigterm
 from rl_protocol.support.host_identity import this_host
@@ -38,6 +38,8 @@ from rl_trainer.workers.messages import ComputeCall
 if TYPE_CHECKING:
     from rl_app_ppo.worker.build import Built
     from rl_app_ppo.worker.torch_trace import Trace
+
+_log = logging.getLogger(__name__)
 
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 """Which GPUs CUDA shows to a process; read when it first uses one."""
@@ -80,7 +82,7 @@ class WorkerProcess:
         os.environ[STACK_LOG] = str(log_path)  # for the processes that this one starts
         logging.getLogger().setLevel(logging.INFO)
         logging.captureWarnings(capture=True)
-        logging.getLogger(__name__).info("worker %s starts as %s, process %d", name, ", ".join(roles), os.getpid())
+        _log.info("worker %s starts as %s, process %d", name, ", ".join(roles), os.getpid())
         if self._roles != ("reward",):
             with without_gc():
                 from rl_app_ppo.worker import torch_setup  # torch: the reward process needs none
@@ -143,6 +145,15 @@ class WorkerProcess:
             RLError: raised by the handler, or a RankConnectionError.
             WorkerError: there is no such method, or the worker is not built yet.
         """
+        try:
+            return await self._dispatch(role, method, payload)
+        except RLError:
+            raise
+        except Exception:  # of user code or a library; the driver gets its message, not its traceback
+            _log.exception("worker %s failed in %s", self._name, method)
+            raise
+
+    async def _dispatch(self, role: Role, method: str, payload: bytes) -> bytes:
         if method == "build":
             return await self._build(msgspec.msgpack.decode(payload, type=BuildCall))
         if method == CLOSE_RECORD:
