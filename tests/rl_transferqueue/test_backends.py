@@ -84,7 +84,7 @@ def test_backends_that_can_not_be_loaded_say_why(installed: Path) -> None:
     for name, match in (
         (
             "broken",
-            r"'broken' \(rltq_ghost:Backend of rltq_directory 1\.0\) can't be loaded: No module named 'rltq_ghost'",
+            r"'broken' \(rltq_ghost:Backend of rltq_directory 1\.0\) can't be loaded: ModuleNotFoundError: No module named 'rltq_ghost'",
         ),
         ("wrong", r"'wrong' \(rltq_directory:Path of rltq_directory 1\.0\) is .*Path\('\.'\), which is no Backend"),
         ("twice", r"Several packages offer a backend 'twice': rltq_.*:.* of rltq_.* 1\.0, rltq_"),

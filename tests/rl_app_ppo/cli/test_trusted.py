@@ -148,7 +148,7 @@ def test_every_kind_follows_the_rule(key, near):
     assert registry.get("near.py:IT") is registry.get("near.py:IT")
     near.write_text("IT = 3")
     trust(near)
-    with pytest.raises(ConfigError, match=r"near\.py:IT must be a \w+; got int"):  # a later run of this process
+    with pytest.raises(ConfigError, match=r"near\.py:IT must be of type \w+; got int"):  # a later run of this process
         registry.get("near.py:IT")
 
 

@@ -150,7 +150,7 @@ def test_names_that_can_not_be_used_are_refused_with_exit_code_2(install_plugins
     for name, message in (
         ("vlm", f"rollout.name must be one of {', '.join(ROLLOUT_ENGINES.names())}; got 'vlm'. Did you mean 'vllm'?"),
         ("sly", "is installed but not allowed"),
-        ("odd", "must be a RolloutEngineKind; got function"),
+        ("odd", "must be of type RolloutEngineKind; got function"),
     ):
         assert main([f"rollout.name={name}", f"trainer.output_dir={tmp_path / 'outputs'}"]) == 2
         error = capsys.readouterr().err

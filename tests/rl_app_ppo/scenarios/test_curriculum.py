@@ -127,7 +127,7 @@ def test_rows_can_be_taken_as_they_lie(config):
         ("hard_first", "data.curriculum must be one of sequential, target_score, prioritized_replay, bare, beyond, "),
         ("easy_frist", "Did you mean 'easy_first'?"),
         ("sly", "data.curriculum='sly': The plug-in 'sly' (someones_curricula:easy_first of someones2 1.0) is installed but not allowed"),
-        ("bare", "data.curriculum='bare': someones_curricula:bare must be a CurriculumKind; got type"),
+        ("bare", "data.curriculum='bare': someones_curricula:bare must be of type CurriculumKind; got type"),
         ("short", "data.curriculum='short' must return 8 integers for epoch 0, one per row; got int64 of shape (2,)"),
         ("negative", "must return 8 finite weights after step 0, one per row, none below 0 and one above; got shape (8,), from -1.0 to 1.0"),
         ("nothing", "none below 0 and one above; got shape (8,), from 0.0 to 0.0"),

@@ -89,6 +89,27 @@ def test_anything_else_does_not_and_is_not_imported(point, listed, text, message
     assert "my_things" not in sys.modules
 
 
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("it = {}['table']", r"KeyError: 'table' \(.*my_things\.py:1\)\. Repair it"),
+        ("import json\njson.loads('{')\nit = 1", r"JSONDecodeError: .* \(.*my_things\.py:2\)\. Repair it"),
+        ("raise SystemExit(3)", r"SystemExit: 3 \(.*my_things\.py:1\)\. Repair it"),
+        ("def it(:\n", r"SyntaxError: invalid syntax \(my_things\.py, line 1\)\. Repair it"),
+        (
+            "from rl_protocol import of_an_older_release",
+            r"ImportError: cannot import .* Repair it, or install a version",
+        ),
+        ("that = 1", r"AttributeError: module 'my_things' has no attribute 'it'\. Repair it"),
+        ("\nimport no_such_module_here", r"No module named .* \(.*my_things\.py:2\)\. Install its dependencies\."),
+    ],
+)
+def test_what_a_plug_in_raises_when_it_is_imported_is_said_with_its_line(point, listed, tmp_path, code, message):
+    (tmp_path / "site" / "my_things.py").write_text(code)
+    with pytest.raises(ConfigError, match=rf"The plug-in 'it' \(my_things:it of my-things 1\.2\) can't be .*{message}"):
+        load_installed(point, listed(entry(distribution="my-things")))
+
+
 def test_a_list_that_everybody_may_write_is_refused(point, listed, tmp_path):
     environment = listed(entry(distribution="my-things"))
     (tmp_path / "plugins.toml").chmod(0o666)

@@ -47,7 +47,7 @@ def test_a_package_can_offer_a_policy_loss(install_plugins, monkeypatch):
     monkeypatch.setitem(sys.modules, "someones_table", SimpleNamespace(it=spec))
     config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode="mine"))
     check_combination(AlgorithmConfig(), config, 4)
-    with pytest.raises(ConfigError, match="someones_losses:it can't be imported"):
+    with pytest.raises(ConfigError, match="someones_losses:it can't be imported: ModuleNotFoundError"):
         PolicyObjective(config, RolloutCorrectionConfig())
     monkeypatch.setitem(sys.modules, "someones_losses", SimpleNamespace(it=lambda x: TokenLoss(loss=x.log_prob * 3)))
     tokens = TokenColumns(
@@ -76,9 +76,12 @@ def test_an_estimator_that_reads_an_unwritten_column_is_refused(offer, monkeypat
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("no_such_package_here:it", r"adv_estimator='mine': The plug-in 'mine' .* can't be loaded: No module"),
+        ("no_such_package_here:it", r"adv_estimator='mine': The plug-in 'mine' .* can't be loaded: ModuleNotFound"),
         ("json:nothing", "can't be loaded"),
-        ("json:dumps", "must be a Estimator; got function"),
+        (
+            "json:dumps",
+            r"must be of type Estimator; got function\. Name an object that has it: NAME = Estimator\(dumps\)\.",
+        ),
     ],
 )
 def test_a_package_that_offers_something_else_is_named(offer, value, message):

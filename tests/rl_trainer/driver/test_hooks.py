@@ -76,7 +76,8 @@ def test_a_hook_that_fails_ends_the_run_and_is_named(model_path):
             raise KeyError("oops")
 
     with pytest.raises(
-        RLError, match=r"The hook 'mine' \(.*Broken\) failed in on_step_begin: KeyError: 'oops'\. .*TrainerParts\.hooks"
+        RLError,
+        match=r"The hook 'mine' \(.*Broken\) failed in on_step_begin: KeyError: 'oops' \(.*test_hooks\.py:\d+\)\. .*TrainerParts\.hooks",
     ):
         Run(model_path, None, steps=1, hooks={"mine": Broken()}).fit()
 
@@ -89,7 +90,10 @@ def test_hooks_are_those_of_installed_and_allowed_packages(install_plugins, monk
     assert [*named_hooks(["b", "a", "b"])] == ["b", "a"]
     assert named_hooks(["a"])["a"] is module.a
     assert named_hooks([]) == {}
-    with pytest.raises(ConfigError, match=r"TrainerParts\.hooks='wrong': someones:wrong must be a Hook; got type"):
+    with pytest.raises(
+        ConfigError,
+        match=r"TrainerParts\.hooks='wrong': someones:wrong must be of type Hook; got type\. .* NAME = Diary\(\)",
+    ):
         named_hooks(["wrong"])
     with pytest.raises(ConfigError, match=r"TrainerParts\.hooks='c': .* is installed but not allowed"):
         named_hooks(["a", "c"])

@@ -29,6 +29,8 @@ differently from its parent.
 
 from __future__ import annotations
 
+import traceback
+
 import msgspec
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -46,6 +48,25 @@ def message_of(error: BaseException) -> str:
         return str(error)
     except Exception as raised:  # noqa: BLE001 - user code
         return f"its __str__ raised {type(raised).__name__}"
+
+
+def located_error(error: BaseException) -> str:
+    """Kind, message and place of an exception of user code."""
+    place = place_of_error(error)
+    return f"{described_error(error)} ({place})" if place else described_error(error)
+
+
+def place_of_error(error: BaseException) -> str:
+    """Where user code raised an exception, as `path.py:3`: the innermost line in the file of the
+    function that was called. Empty: the call itself failed.
+
+    User code is what the module that caught the exception has called.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    own = frames[0].filename if frames else ""
+    called = [one for one in frames if one.filename != own and "importlib" not in one.filename]
+    lines = [one.lineno for one in called if one.filename == called[0].filename]
+    return f"{called[0].filename}:{lines[-1]}" if called else ""
 
 
 class RLError(Exception):

@@ -32,7 +32,7 @@ from pathlib import Path
 
 import msgspec
 
-from rl_protocol.errors import UNREADABLE, ConfigError
+from rl_protocol.errors import UNREADABLE, ConfigError, located_error
 
 ALLOW_FILE = "RL_PLUGINS"
 STACK = frozenset(
@@ -144,9 +144,11 @@ def load(point: metadata.EntryPoint, *, pinned: bool) -> object:
     try:
         with _without_byte_code() if pinned else nullcontext():
             return point.load()
-    except (ImportError, AttributeError, OSError) as error:  # OSError: a shared library
+    except (Exception, SystemExit) as error:  # boundary to user code, which may raise anything
+        missing = isinstance(error, ModuleNotFoundError | OSError)  # OSError: a shared library
+        remedy = "Install its dependencies." if missing else "Repair it, or install a version of it for this release."
         raise ConfigError(
-            f"The plug-in {point.name!r} ({owner(point)}) can't be loaded: {error}. Install its dependencies."
+            f"The plug-in {point.name!r} ({owner(point)}) can't be loaded: {located_error(error)}. {remedy}"
         ) from error
 
 

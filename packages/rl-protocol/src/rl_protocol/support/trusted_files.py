@@ -28,7 +28,7 @@ from typing import Any
 
 import msgspec
 
-from rl_protocol.errors import ConfigError
+from rl_protocol.errors import ConfigError, located_error
 from rl_protocol.support.options import nearest
 
 FILES = "RL_TRUSTED_FILES"
@@ -220,7 +220,7 @@ def load_object(name: str, key: str, environment: Mapping[str, str] = os.environ
     try:
         module = _module(path, content)
     except (Exception, SystemExit) as error:  # boundary to user code, which may raise anything
-        raise ConfigError(f"{key}={name!r} can't be loaded: {type(error).__name__}: {error}.") from error
+        raise ConfigError(f"{key}={name!r} can't be loaded: {located_error(error)}.") from error
     if not hasattr(module, attribute):
         raise _lacks(name, key, path, {one for one in vars(module) if not one.startswith("_")})
     return getattr(module, attribute)

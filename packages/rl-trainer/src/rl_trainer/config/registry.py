@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -109,6 +110,16 @@ class Registry(Generic[T]):
     def _checked(self, name: str, value: str, offered: object) -> T:
         if not isinstance(offered, self._kind):
             raise ConfigError(
-                f"{self._key}={name!r}: {value} must be a {self._kind.__name__}; got {type(offered).__name__}."
+                f"{self._key}={name!r}: {value} must be of type {self._kind.__name__}; got {type(offered).__name__}."
+                f"{self._remedy(offered)}"
             )
         return offered
+
+    def _remedy(self, offered: object) -> str:
+        """How to make an object of the kind from what a name leads to."""
+        kind, given = self._kind.__name__, getattr(offered, "__name__", "")
+        if isinstance(offered, type) and issubclass(offered, self._kind):
+            return f" Name an object of the class: NAME = {given}()."
+        if given.isidentifier() and callable(offered) and is_dataclass(self._kind):
+            return f" Name an object that has it: NAME = {kind}({given})."
+        return ""

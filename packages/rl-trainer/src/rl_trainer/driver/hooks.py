@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from rl_protocol import KVBatchMeta, RLError
+from rl_protocol.errors import located_error
 from rl_protocol.ports import GroupFailure
 from rl_trainer.config.registry import Registry
 
@@ -111,5 +112,5 @@ def notify(hooks: Mapping[str, Hook], event: str, *facts: object) -> None:
         except Exception as error:
             raise RLError(
                 f"The hook {name!r} ({type(hook).__module__}.{type(hook).__qualname__}) failed in {event}: "
-                f"{type(error).__name__}: {error}. Repair it, or take it out of TrainerParts.hooks."
+                f"{located_error(error)}. Repair it, or take it out of TrainerParts.hooks."
             ) from error

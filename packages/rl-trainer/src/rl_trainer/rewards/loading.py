@@ -17,6 +17,7 @@ from importlib.metadata import EntryPoint
 from typing import Any
 
 from rl_protocol import ConfigError
+from rl_protocol.errors import located_error
 from rl_protocol.support.options import nearest
 from rl_protocol.support.plugins import check_installed, load_installed
 from rl_protocol.support.trusted_files import check_object, find_object, load_object, written_signature
@@ -90,7 +91,7 @@ def _load_named(name: str, environment: Mapping[str, str]) -> Any:
     except ConfigError:
         raise
     except Exception as error:  # boundary to user code: importing it may raise anything
-        raise ConfigError(f"{KEY}={name!r} can't be loaded: {type(error).__name__}: {error}.") from error
+        raise ConfigError(f"{KEY}={name!r} can't be loaded: {located_error(error)}.") from error
 
 
 def reward_names() -> list[str]:

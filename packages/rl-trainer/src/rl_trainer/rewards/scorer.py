@@ -6,14 +6,13 @@ A failed call is never reported as a score of 0.
 from __future__ import annotations
 
 import math
-import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, cast
 
 import msgspec
 import numpy as np
 
-from rl_protocol.errors import described_error
+from rl_protocol.errors import described_error, place_of_error
 
 _LARGEST = float(np.finfo(np.float32).max)
 _LONGEST = 2000
@@ -119,7 +118,7 @@ def outcome_of(returned: object) -> Outcome:
 def failure_of(error: BaseException) -> Failure:
     """The failure for an exception of a reward function; call it in the except block."""
     message = f"raised {described_error(error)}"[:_LONGEST]
-    return Failure(kind="exception", message=_as_utf8(message), where=_where(error))
+    return Failure(kind="exception", message=_as_utf8(message), where=place_of_error(error))
 
 
 def _as_utf8(text: str) -> str:
@@ -127,10 +126,3 @@ def _as_utf8(text: str) -> str:
     response, and no message between processes can hold.
     """
     return text.encode("utf-8", "replace").decode()
-
-
-def _where(error: BaseException) -> str:
-    """The innermost traceback line in the function's file; empty if the call itself failed."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first frame is the caller's
-    lines = [frame.lineno for frame in frames if frame.filename == frames[0].filename]
-    return f"{frames[0].filename}:{lines[-1]}" if frames else ""

@@ -15,6 +15,7 @@ from importlib.metadata import EntryPoint
 from typing import Any, Literal
 
 from rl_protocol import ConfigError
+from rl_protocol.errors import located_error
 from rl_trainer.config.registry import Registry
 
 GROUP = "rl_trainer.policy_losses"
@@ -49,8 +50,8 @@ class PolicyLoss:
             return self.function
         try:
             return EntryPoint(name="", value=self.function, group=GROUP).load()
-        except (ImportError, AttributeError) as error:
-            raise ConfigError(f"The policy loss {self.function} can't be imported: {error}") from error
+        except Exception as error:  # boundary to user code: importing it may raise anything
+            raise ConfigError(f"The policy loss {self.function} can't be imported: {located_error(error)}.") from error
 
 
 _HERE = "rl_trainer.algorithms.losses"
