@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rl_protocol import BatchData, KVBatchMeta, dense, ragged
+from rl_protocol import BatchData, ConfigError, KVBatchMeta, dense, ragged
 from rl_trainer import (
     AlgorithmConfig,
 )
 from rl_trainer.algorithms.advantage_pipeline import AdvantageSettings, _equal_groups, estimate_advantages
+from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS, Estimator
 from rl_trainer.algorithms.arrays import row_sums
 from rl_trainer.config import PolicyLossConfig, RolloutCorrectionConfig
 
@@ -42,6 +43,23 @@ def scoring(kl_coef=0.0, policy_loss=None, **algorithm):
         kl_coef=kl_coef,
         rng=np.random.default_rng(0),
     )
+
+
+@pytest.mark.parametrize(
+    ("returned", "got"),
+    [
+        (None, "NoneType"),
+        (np.zeros(3), "ndarray"),
+        ((np.float64(0.5), np.float64(0.5)), r"shapes \[\(\), \(\)\]"),
+        ((np.zeros(2), np.zeros(3)), r"shapes \[\(2,\), \(3,\)\]"),
+    ],
+)
+def test_an_estimator_that_returns_no_number_for_each_token_is_named(monkeypatch, returned, got):
+    """A single number would be added to every token."""
+    monkeypatch.setitem(ADVANTAGE_ESTIMATORS._built_in, "mine", Estimator(lambda _: returned))
+    meta, data = batch_with_reference()
+    with pytest.raises(ConfigError, match=rf"adv_estimator='mine' must return .* each of the 3 tokens; got {got}\."):
+        estimate_advantages(meta, data, scoring(adv_estimator="mine"))
 
 
 def test_the_divergence_is_taken_from_the_reward_where_asked():

@@ -375,6 +375,16 @@ def test_a_session_that_raises_fails_alone_and_names_the_place():
     )
 
 
+@pytest.mark.parametrize(("returned", "got"), [(None, "None"), (["text"], r"\['text'\]"), (3, "3")])
+def test_a_session_that_returns_no_list_of_trajectories_is_named(returned, got):
+    async def session(row, generate):
+        return returned
+
+    (bad,) = asyncio.run(run_sessions(SessionKind(session), refs(1), Echo(), SAMPLING))
+    assert isinstance(bad, RolloutError)
+    assert re.search(rf"prompt 'p0' returned {got}; its function must return a list of Trajectory\.", str(bad))
+
+
 def test_a_session_whose_exception_has_no_message_fails_alone():
     class MuteError(Exception):
         def __str__(self):

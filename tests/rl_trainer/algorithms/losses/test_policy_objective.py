@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_protocol import ConfigError
-from rl_trainer.algorithms.losses import POLICY_LOSSES
+from rl_trainer.algorithms.losses import POLICY_LOSSES, PolicyLoss
 from rl_trainer.algorithms.losses.aggregate import BatchCounts
+from rl_trainer.algorithms.losses.loss_function import TokenLoss
 from rl_trainer.algorithms.losses.policy_objective import PolicyObjective, TokenColumns
 from rl_trainer.algorithms.metrics import WeightedMeans
 from rl_trainer.config import ActorConfig, PolicyLossConfig, RolloutCorrectionConfig
@@ -248,6 +249,30 @@ def test_the_ends_of_the_interpolation(pairs):
     weights = [min(new / old, 1.5) for old, new in pairs]
     assert loss == pytest.approx(-sum(weights), rel=1e-9)
     assert gradient == pytest.approx([-weight for weight in weights], rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("function", "wrong"),
+    [
+        (lambda x: None, "got NoneType"),
+        (lambda x: -x.log_prob, "got Tensor"),
+        (lambda x: TokenLoss(loss=-x.log_prob.mean()), r"the loss has the shape \(\)"),
+        (lambda x: TokenLoss(loss=-x.log_prob[:1]), r"the loss has the shape \(1,\)"),
+        (lambda x: TokenLoss(loss=-x.log_prob, metrics={"m": x.ratio().mean()}), r"the metric 'm' has the shape \(\)"),
+    ],
+)
+def test_a_policy_loss_that_returns_no_number_for_each_token_is_named(monkeypatch, function, wrong):
+    monkeypatch.setitem(POLICY_LOSSES._built_in, "mine", PolicyLoss(function))
+    objective = PolicyObjective(ActorConfig(policy_loss=PolicyLossConfig(loss_mode="mine")))
+    tokens = TokenColumns(
+        old_log_prob=torch.zeros(2),
+        advantages=torch.ones(2),
+        mask=torch.ones(2, dtype=torch.bool),
+        row=torch.zeros(2, dtype=torch.int64),
+        rows=1,
+    )
+    with pytest.raises(ConfigError, match=rf"loss_mode='mine' must return a TokenLoss, .* of the 2 tokens; {wrong}\."):
+        objective(torch.zeros(2), torch.zeros(2), tokens, BatchCounts(tokens=2, sequences=1), WeightedMeans())
 
 
 def test_an_unknown_policy_loss_is_refused_with_the_nearest():

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from rl_protocol import BatchData, KVBatchMeta, RaggedColumn, RowKey
+from rl_protocol import BatchData, ConfigError, KVBatchMeta, RaggedColumn, RowKey
 from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs, role_baselines
 from rl_trainer.algorithms.arrays import BoolArray, FloatArray, IntArray, row_sums
 from rl_trainer.algorithms.covariance_tokens import clip_cov_tokens, kl_cov_tokens
@@ -162,11 +162,25 @@ def _estimate(inputs: AdvantageInputs, sources: SourceRows) -> tuple[FloatArray,
                 gamma=config.gamma,
                 lam=config.lam,
             )
-        for total, part in zip((advantages, returns), estimator.estimate(own), strict=True):
+        made = _checked(config.adv_estimator, estimator.estimate(own), inputs.mask.size)
+        for total, part in zip((advantages, returns), made, strict=True):
             total += part
         if "extra_info" in estimator.reads:
             means = role_baselines(own)[1]
     return advantages, returns, means
+
+
+def _checked(name: str, returned: object, tokens: int) -> Sequence[FloatArray]:
+    """What an estimator returned, if these are advantages and returns [T]."""
+    parts = cast("Sequence[object]", returned) if isinstance(returned, tuple | list) else ()
+    shapes = [np.shape(cast(npt.ArrayLike, one)) for one in parts]
+    if shapes != [(tokens,)] * 2:
+        got = f"shapes {shapes}" if parts else type(returned).__name__
+        raise ConfigError(
+            f"AlgorithmConfig.adv_estimator={name!r} must return a tuple of two arrays, advantages and returns, with a number for each of "
+            f"the {tokens} tokens; got {got}."
+        )
+    return cast("Sequence[FloatArray]", parts)
 
 
 def _with_policy_loss(inputs: AdvantageInputs, rl: npt.NDArray[np.float32] | np.float32) -> AdvantageInputs:

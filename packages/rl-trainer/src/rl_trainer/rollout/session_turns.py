@@ -9,18 +9,18 @@ session waits for it, so what is generated depends neither on timing nor on orde
 from __future__ import annotations
 
 import asyncio
-import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import inspect
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import msgspec
 import numpy as np
 
 from rl_protocol import ConfigError, KeptSets, RLError, RolloutError
 from rl_protocol.batch.routed_experts import ExpertIds, join_routed
-from rl_protocol.errors import described_error
+from rl_protocol.errors import located_error
 from rl_protocol.ports import Generation, GenerationRequest, ImageInput, RolloutEngine, SamplingParams
 from rl_trainer.data import PromptRow
 from rl_trainer.rollout.partial_generation import generate_turn
@@ -284,11 +284,14 @@ class _RequestBatcher:
 
     async def _run(self, kind: SessionKind, ref: SessionRef, handle: _SessionHandle) -> list[Trajectory]:
         try:
-            trajectories = list(await kind.run(ref.row, handle))
+            returned: object = kind.run(ref.row, handle)
+            if inspect.isawaitable(returned):
+                returned = await returned
         except RLError:
             raise
         except Exception as error:
-            raise RolloutError(f"Session {ref.session} of prompt {ref.uid!r} raised {_described(error)}.") from error
+            raise RolloutError(f"Session {ref.session} of prompt {ref.uid!r} raised {located_error(error)}.") from error
+        trajectories = _trajectories(ref, returned)
         _check(ref, trajectories, self.sampling)
         return trajectories
 
@@ -319,7 +322,7 @@ class _RequestBatcher:
             self._fail(served, error)
             return
         except Exception as error:  # noqa: BLE001 - no session may wait for its response for ever
-            broken = RolloutError(f"The rollout engine raised {_described(error)}.")
+            broken = RolloutError(f"The rollout engine raised {located_error(error)}.")
             broken.__cause__ = error
             self._fail(served, broken)
             return
@@ -333,12 +336,6 @@ class _RequestBatcher:
         for wait in served:
             if not wait.answer.done():
                 wait.answer.set_exception(error)
-
-
-def _described(error: Exception) -> str:
-    """The kind, message and place of an error."""
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{described_error(error)} ({place.filename}:{place.lineno})"
 
 
 def request_of_turn(
@@ -394,6 +391,16 @@ class _SessionHandle:
                 return generation
             self.aborted = True
         raise RolloutError(f"Session {ref.session} of prompt {ref.uid!r} starts again, since the weights have changed.")
+
+
+def _trajectories(ref: SessionRef, returned: object) -> list[Trajectory]:
+    """What the function of a session returned, which must be trajectories."""
+    listed = list(cast("Iterable[object]", returned)) if isinstance(returned, Iterable) else [None]
+    if not all(isinstance(one, Trajectory) for one in listed):
+        raise RolloutError(
+            f"Session {ref.session} of prompt {ref.uid!r} returned {returned!r:.200}; its function must return a list of Trajectory."
+        )
+    return cast("list[Trajectory]", listed)
 
 
 def _check(ref: SessionRef, trajectories: Sequence[Trajectory], sampling: SamplingParams) -> None:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from rl_protocol import BatchError
+from rl_protocol import BatchError, ConfigError
 from rl_trainer.algorithms.arrays import sum_by
 from rl_trainer.algorithms.losses import POLICY_LOSSES
 from rl_trainer.algorithms.losses.aggregate import BatchCounts, add_masked, aggregate
 from rl_trainer.algorithms.losses.kl_loss import kl_loss, topk_kl
-from rl_trainer.algorithms.losses.loss_function import LossFunction, LossInputs
+from rl_trainer.algorithms.losses.loss_function import LossFunction, LossInputs, TokenLoss
 from rl_trainer.algorithms.metrics import WeightedMeans
 from rl_trainer.algorithms.rollout_correction import MaskedRows, importance_weights, reject
 from rl_trainer.config import ActorConfig, RolloutCorrectionConfig
@@ -187,7 +187,7 @@ class PolicyObjective:
             config=self._config,
             chosen=tokens.chosen,
         )
-        out = self._function(inputs)
+        out = _checked(self._config.policy_loss.loss_mode, self._function(inputs), log_prob)
         per_token = out.loss if weights is None else out.loss * weights
         add_masked(means, {"pg_loss": per_token, **out.metrics, "ppo_kl": -inputs.log_ratio()}, own)
         if tokens.rl_weights is not None:
@@ -217,3 +217,18 @@ class PolicyObjective:
             report["rollout_is_mean"] = torch.from_numpy(values)
         add_masked(means, {f"rollout_corr/{name}": value for name, value in report.items()}, tokens.mask.cpu())
         return keep, weights
+
+
+def _checked(name: str, returned: object, log_prob: torch.Tensor) -> TokenLoss:
+    """What a policy loss returned, if it is a TokenLoss of these tokens [T]."""
+    if not isinstance(returned, TokenLoss):
+        wrong = f"got {type(returned).__name__}"
+    elif returned.loss.shape != log_prob.shape:
+        wrong = f"the loss has the shape {tuple(returned.loss.shape)}"
+    elif other := [one for one, values in returned.metrics.items() if values.shape != log_prob.shape]:
+        wrong = f"the metric {other[0]!r} has the shape {tuple(returned.metrics[other[0]].shape)}"
+    else:
+        return returned
+    raise ConfigError(
+        f"PolicyLossConfig.loss_mode={name!r} must return a TokenLoss, with a number for each of the {len(log_prob)} tokens; {wrong}."
+    )
