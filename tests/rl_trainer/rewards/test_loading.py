@@ -173,8 +173,18 @@ def test_an_installed_package_offers_a_function_by_name_where_it_is_allowed(inst
             use("sly")
     assert "sly_reward" not in sys.modules
     install_plugins("rl_trainer.rewards", other="rl_trainer.rewards.functions:exact_match")
-    with pytest.raises(ConfigError, match="offered by several packages"):
+    with pytest.raises(ConfigError, match=r"'other' is the name of several: .* Uninstall all but one, or rename"):
         load_reward("other")
+
+
+def test_a_package_that_offers_the_name_of_a_built_in_function_is_named(install_plugins):
+    """It is refused as for estimators and losses; the built-in one would run in its place."""
+    install_plugins("rl_trainer.rewards", gsm8k="their_reward:it")
+    for use in (check_reward, load_reward):
+        with pytest.raises(ConfigError, match=r"'gsm8k' is the name of several: .*gsm8k:score, their_reward:it\."):
+            use("gsm8k")
+    by_data_source = load_reward("by_data_source")
+    assert by_data_source("openai/gsm8k", "#### 4", "4")["score"] == 1.0
 
 
 def test_a_process_of_its_own_checks_what_may_load_as_well(install_plugins, monkeypatch):

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rl_trainer.rewards.loading import load_reward
+from rl_trainer.rewards.loading import load_built_in
 
 REWARDS: Mapping[str, str] = {
     "openai/gsm8k": "gsm8k",
@@ -34,4 +34,4 @@ def score(
 
 @functools.cache
 def _loaded(name: str) -> Callable[..., Any]:
-    return load_reward(name)
+    return load_built_in(name)

@@ -49,8 +49,10 @@ def check_reward(name: str, environment: Mapping[str, str] = os.environ) -> None
         check_object(name, KEY, environment)
         if signature := written_signature(name, KEY, environment):
             _check_call(signature, name, environment)
-    elif name not in BUILT_IN:
-        check_installed(_find(name), environment)
+    else:
+        found = _find(name)
+        if name not in BUILT_IN:
+            check_installed(found, environment)
 
 
 def _check_call(signature: inspect.Signature, name: str, environment: Mapping[str, str]) -> None:
@@ -83,6 +85,11 @@ def load_reward(name: str, environment: Mapping[str, str] = os.environ) -> Calla
     return loaded
 
 
+def load_built_in(name: str) -> Callable[..., Any]:
+    """Import a function of `BUILT_IN`."""
+    return EntryPoint(name, BUILT_IN[name], ENTRY_POINTS).load()
+
+
 def _load_named(name: str, environment: Mapping[str, str]) -> Any:
     """A built-in function, or one of an installed package."""
     found = _find(name)
@@ -100,15 +107,15 @@ def reward_names() -> list[str]:
 
 
 def _find(name: str) -> EntryPoint:
-    if name in BUILT_IN:
-        return EntryPoint(name, BUILT_IN[name], ENTRY_POINTS)
-    offered = installed(ENTRY_POINTS)
-    found = [entry for entry in offered if entry.name == name]
+    found = [EntryPoint(name, BUILT_IN[name], ENTRY_POINTS)] if name in BUILT_IN else []
+    found += [entry for entry in installed(ENTRY_POINTS) if entry.name == name]
     if len(found) == 1:
         return found[0]
     if found:
         where = ", ".join(entry.value for entry in found)
-        raise ConfigError(f"{KEY}={name!r} is offered by several packages: {where}. Uninstall all but one.")
+        raise ConfigError(
+            f"{KEY}={name!r} is the name of several: {where}. Uninstall all but one, or rename the entry point in {ENTRY_POINTS!r}."
+        )
     known = reward_names()
     raise ConfigError(
         f"{KEY}={name!r} is not known; known are {', '.join(known)}.{nearest(name, known)} Write path.py:function to use your own, "
