@@ -41,6 +41,7 @@ READMES = sorted(
 SNIPPET = re.compile(r'--8<-- "((?:packages|apps)/[\w-]+/examples/\w+\.py)"\n')
 """A block that shows a program, which test_examples.py runs."""
 RUN_BY = {
+    ("apps/ppo/docs/runs.md", 0): "tests/rl_app_ppo/outputs/test_metric_sinks.py::test_the_logger_of_the_page",
     ("docs/guides/data_plane.md", 0): "tests/rl_transferqueue/test_backends.py::installed",
     (
         "docs/guides/python.md",
@@ -76,6 +77,7 @@ RUN_BY = {
     ): "tests/rl_trainer/scenarios/test_readme.py::test_a_session_of_two_trajectories",
     ("packages/rl-trainer/docs/agents.md", 2): "tests/rl_trainer/scenarios/test_readme.py::test_an_endpoint",
     ("packages/rl-trainer/docs/data.md", 0): "tests/rl_trainer/scenarios/test_readme.py::test_a_curriculum",
+    ("packages/rl-trainer/docs/running.md", 0): "tests/rl_trainer/scenarios/test_readme.py::test_a_hook",
     (
         "packages/rl-trainer/docs/rewards.md",
         0,
@@ -262,7 +264,10 @@ def test_a_command_of_the_app_resolves(place: str, words: list[str], tmp_path: P
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my.yaml").write_text("rollout: {n: 4}\n")
     (tmp_path / "verl.sh").write_text("algorithm.adv_estimator=gae\n")
-    (tmp_path / "near.py").write_text("def score(*_): return 1.0\n")
+    for path in READMES:
+        saved = r"Save this as `(\w+\.py)`.*?^```python\n(.*?)^```"
+        for name, code in re.findall(saved, path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE):
+            (tmp_path / name).write_text(code)
     for example in ROOT.glob("packages/*/examples/*.py"):
         shutil.copy(example, tmp_path)
     (tmp_path / "outputs" / "<run>").mkdir(parents=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import struct
 import sys
 import threading
@@ -113,13 +114,32 @@ def test_one_that_raises_is_said_once(caplog, where):
             if where == "close":
                 raise ConnectionError("no route")
 
-    sink = BackgroundSink("broken", Broken)
+    said = list[str]()
+    sink = BackgroundSink("broken", Broken, say=said.append)
     for step in range(5):
         sink.log(step, {})
     sink.close()
     assert sink.lost == (0 if where == "close" else 5)
     assert len(caplog.records) == (1 if where == "close" else 2)
     assert "no route" in caplog.text
+    if where == "close":
+        assert not said
+    else:
+        (line,) = said
+        assert re.match(
+            r"warning: The logger broken loses steps: ConnectionError: no route \(.*test_metric_sinks\.py:\d+\)\. The run",
+            line,
+        )
+
+
+def test_the_logger_of_the_page(readme_code, tmp_path):
+    names: dict[str, SinkKind] = {}
+    exec(readme_code("apps/ppo/docs", 0, "runs.md"), names)
+    sink = BackgroundSink("lines", lambda: names["LINES"].open(RunFacts(folder=tmp_path, config={})), close_s=300)
+    sink.log(0, {})
+    sink.log(1, {"critic/score/mean": 0.5})
+    sink.close()
+    assert (tmp_path / "lines.txt").read_text() == "0 None\n1 0.5\n"
 
 
 def test_names_lists_and_installed_ones(install_plugins, monkeypatch, tmp_path):

@@ -16,6 +16,7 @@ from rl_protocol.ports import Generation, SamplingParams
 from rl_protocol.testing.bigram_model import BigramEngine
 from rl_trainer import PromptRow, Tokenizer
 from rl_trainer.algorithms.losses import POLICY_LOSSES
+from rl_trainer.driver.hooks import notify
 from rl_trainer.rollout.agents import ToolAgent
 from rl_trainer.rollout.serving import FolderChatTokenizer
 from rl_trainer.rollout.session_turns import SessionRef, run_sessions
@@ -127,3 +128,11 @@ def test_a_page_names_the_losses_of_whole_responses(page, words):
     assert set(re.findall(r"`(\w+)`", named)) == {
         name for name in POLICY_LOSSES.names() if POLICY_LOSSES.get(name).per_sequence
     }
+
+
+def test_a_hook(run_block, capsys):
+    hook = run_block("running.md", 0)["HOOK"]
+    for step, score in enumerate([0.25, 0.125, 0.5]):
+        notify({"best": hook}, "on_step_end", step, {"critic/score/mean": score})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["step 0: best score so far 0.250", "step 2: best score so far 0.500"]

@@ -110,7 +110,7 @@ async def run(plan: RunPlan, screen: Screen, startup: Startup) -> Recorder:
             recorder.remember(int(line["step"]), line)
         facts = RunFacts(folder=files.folder, config=flat_settings(to_yaml(config)), after=last_step)
         with startup.phase("data", "opening data and loggers"):
-            for sink in (JSONLSink(files.metrics), *open_sinks(loggers, facts)):
+            for sink in (JSONLSink(files.metrics), *open_sinks(loggers, facts, screen.note)):
                 sinks.append(stack.enter_context(closing(sink)))
             data = open_data(config, started.model_path)
             if plan.steps_only:

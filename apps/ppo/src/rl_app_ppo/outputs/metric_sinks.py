@@ -13,6 +13,7 @@ from rl_app_ppo.outputs.sample_tables import SampleSink, SampleTables
 from rl_app_ppo.outputs.trackers import MlflowSink, RunFacts, TensorBoardSink, TrackioSink, WandbSink
 from rl_protocol import ConfigError
 from rl_protocol.counted import counted
+from rl_protocol.errors import located_error
 from rl_protocol.ports import MetricSink
 from rl_protocol.support.options import nearest
 from rl_trainer.config.registry import Registry
@@ -76,6 +77,7 @@ class BackgroundSink:
         capacity: steps that may wait.
         close_s: longest duration of `close`, seconds.
         tables: trajectories of the run; None: there are none.
+        say: prints a line when the first step is lost; None: only the log has it.
     """
 
     def __init__(
@@ -86,7 +88,9 @@ class BackgroundSink:
         capacity: int = CAPACITY,
         close_s: float = CLOSE_S,
         tables: SampleTables | None = None,
+        say: Callable[[str], None] | None = None,
     ) -> None:
+        self._say = say
         self._tables = tables
         self._name = name
         self._open = open_sink
@@ -140,7 +144,7 @@ class BackgroundSink:
                     continue
             except Exception as error:  # noqa: BLE001 - boundary: no error of a logger may end the run
                 failed = failed or sink is None
-                self._why = f"{type(error).__name__}: {error}"
+                self._why = located_error(error)
             self._lose(self._why)
         if sink is not None:
             self._log_samples(sink, done=True)
@@ -165,17 +169,20 @@ class BackgroundSink:
 
     def _lose(self, why: str) -> None:
         if not self._lost:
-            logger.warning(
-                "The logger %s loses steps: %s. The run continues; metrics.jsonl has all steps.", self._name, why
-            )
+            text = f"The logger {self._name} loses steps: {why}. The run continues; metrics.jsonl has all steps."
+            logger.warning("%s", text)
+            if self._say is not None:
+                self._say(f"warning: {text}")
         self._why = why
         self._lost += 1
 
 
-def open_sinks(names: tuple[str, ...], facts: RunFacts) -> list[BackgroundSink]:
-    """Open the sinks of these names."""
+def open_sinks(
+    names: tuple[str, ...], facts: RunFacts, say: Callable[[str], None] | None = None
+) -> list[BackgroundSink]:
+    """Open the sinks of these names; `say` prints a line about one that loses steps."""
     return [
-        BackgroundSink(name, _opening(SINKS.get(name), facts), tables=SampleTables(facts.folder / RECORD))
+        BackgroundSink(name, _opening(SINKS.get(name), facts), tables=SampleTables(facts.folder / RECORD), say=say)
         for name in names
         if name != CONSOLE
     ]

@@ -23,8 +23,9 @@ class Hook:
     the hook.
 
     Example:
-        class Stopwatch(Hook): def on_step_end(self, step, metrics): print(step,
-            metrics["timing_s/step"])
+        class Stopwatch(Hook):
+            def on_step_end(self, step, metrics):
+                print(step, metrics["timing_s/step"])
     """
 
     def on_train_begin(self, step: int) -> None:
