@@ -132,6 +132,37 @@ def converse(one, *turns, dialect="llama3_json", stop=(), **limits):
     return LETTERS.decode(seen), trajectory.stats
 
 
+class Unready(Shelf):
+    def __init__(self, path=None):
+        raise OSError("no index")
+
+
+class Nameless(Shelf):
+    description = property(lambda self: self.text)
+
+
+class Late(Shelf):
+    async def call(self, arguments):
+        return "late"
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (ToolKind(Unready), r"The tool Unready can't be described: OSError: no index \(.*test_environment\.py:\d+\)\."),
+        (
+            ToolKind(Nameless),
+            r"The tool Nameless can't be described: AttributeError: 'Nameless' object has no .*'text'",
+        ),
+        (ToolKind(lambda path: Shelf()), r"The tool <lambda> can't be described: TypeError: .*'path'\. A tool of"),
+        (ToolKind(Late), r"The tool Late has an async call, which nothing awaits\. Write def call"),
+    ],
+)
+def test_a_tool_that_can_not_be_used_is_refused_before_the_run(kind, why):
+    with pytest.raises(ConfigError, match=why):
+        ToolAgent([kind], "hermes")
+
+
 def test_an_interaction_replies_until_it_ends_the_conversation():
     asked = row(interaction_kwargs={"name": "teacher", "answer": "42"})
     seen, stats = converse(asked, "41", '{"name": "shelf", "parameters": {"word": "w"}}', "42")

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from rl_protocol import ConfigError
+from rl_protocol.errors import located_error
 from rl_trainer.config import Limits
 from rl_trainer.data import PromptRow
 from rl_trainer.rollout.agents.dialects.base import Answer, Call, Malformed
@@ -68,11 +69,12 @@ class Environment:
         interactions: by name, what a row's `interaction_kwargs` may choose.
 
     Raises:
-        ConfigError: two tools have the same name.
+        ConfigError: two tools have the same name, or one lacks what a tool has.
     """
 
     def __init__(self, tools: Sequence[ToolKind], interactions: Mapping[str, InteractionKind]) -> None:
-        made = [kind.make() for kind in tools]
+        shown = [_shown(kind) for kind in tools]
+        made = [tool for tool, _ in shown]
         self._kinds = {tool.name: kind for tool, kind in zip(made, tools, strict=True)}
         if len(self._kinds) < len(tools):
             raise ConfigError(
@@ -81,7 +83,7 @@ class Environment:
             )
         self._calls = {tool.name: tool.call for tool in made}
         self._interactions = dict(interactions)
-        self.described = tuple(map(described, made))
+        self.described = tuple(description for _, description in shown)
         """The tools as chat templates expect them."""
 
     @asynccontextmanager
@@ -127,6 +129,30 @@ class Environment:
                     f"extra_info.interaction_kwargs.name must be in AgentConfig.interactions ({known}); got {name!r}."
                 )
             _check_arguments(self._interactions[name].make, interaction, "extra_info.interaction_kwargs")
+
+
+def _shown(kind: ToolKind) -> tuple[Tool, dict[str, Any]]:
+    """A tool that is only described, and its description.
+
+    Raises:
+        ConfigError: it can't be made, or lacks what a tool has.
+    """
+    name = getattr(kind.make, "__qualname__", repr(kind.make))
+    try:
+        tool = kind.make()
+        description, call = described(tool), tool.call
+    except ConfigError:
+        raise
+    except Exception as error:  # boundary to user code, which may raise anything
+        raise ConfigError(
+            f"The tool {name} can't be described: {located_error(error)}. A tool of AgentConfig.tools is made without arguments, and has "
+            "name, description, arguments and call."
+        ) from error
+    if inspect.iscoroutinefunction(call):
+        raise ConfigError(
+            f"The tool {name} has an async call, which nothing awaits. Write def call; each call has a thread of its own."
+        )
+    return tool, description
 
 
 def _check_arguments(target: Callable[..., object], given: Mapping[str, Any], where: str) -> None:
