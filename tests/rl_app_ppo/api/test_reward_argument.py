@@ -69,6 +69,7 @@ def twice(data_source, solution_str, ground_truth, extra_info):
         ),
         (swapped, None, r"'swapped' is called with \(data_source, .* its parameter 1 is 'solution_str'\. Write it as"),
         ([twice, twice], None, "two functions are named 'twice'"),
+        (twice, ["a"], "reward_weights must be numbers; got 'a'"),
         ("math", [0.5, 0.5], r"reward_weights must have one weight per reward \(1\); got 2"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from pathlib import Path
 from types import FunctionType
 from typing import Any, cast
@@ -51,6 +52,8 @@ def check_rewards(reward: object, weights: Sequence[float] | None) -> RewardModu
         raise ConfigError("reward is empty; give at least one function.")
     if weights is not None and len(weights) != len(rewards):
         raise ConfigError(f"reward_weights must have one weight per reward ({len(rewards)}); got {len(weights)}.")
+    if wrong := [weight for weight in weights or () if not isinstance(cast(object, weight), Real)]:
+        raise ConfigError(f"reward_weights must be numbers; got {wrong[0]!r}.")
     sources: dict[str, str] = {}
     for one in rewards:
         if isinstance(one, str):
