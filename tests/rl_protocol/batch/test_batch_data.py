@@ -101,6 +101,16 @@ def test_a_batch_without_columns_has_rows():
     assert len(BatchData({})) == 0
 
 
+@pytest.mark.parametrize(
+    ("value", "got"), [([1, 2], "list"), (np.zeros(2), "ndarray"), (None, "NoneType"), (3.0, "float")]
+)
+def test_what_is_no_column_is_named(value, got):
+    with pytest.raises(
+        SchemaError, match=f"Column 'y' must be a DenseColumn, RaggedColumn or ObjectColumn, .* got {got}"
+    ):
+        BatchData({"x": dense([1.0, 2.0]), "y": value})
+
+
 def test_reading():
     batch = make([(7, [1], "x")])
     assert batch.field_names == ("score", "ids", "note")

@@ -234,6 +234,23 @@ def test_one_string_is_not_taken_for_the_names_of_its_characters(plane: LocalPla
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(
+    ("data", "tags", "wrong"),
+    [
+        ({"x": [1]}, None, r"data of a put must be a BatchData or a Draft; got dict"),
+        (ONE, {"step": 1}, r"tags must be a list of mappings, one per key; got one mapping"),
+    ],
+)
+def test_a_put_of_other_types_is_named(plane: LocalPlane, data: Any, tags: Any, wrong: str) -> None:
+    async def main() -> None:
+        async with await connect(plane.descriptor) as client:
+            with pytest.raises(BatchError, match=wrong):
+                await client.put("p", ["a"], data, tags=tags)
+            assert (await client.list_rows("p")).keys == ()
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("lengths", [[1 << 62] * 2, [1 << 70], [1 << 62]])
 def test_a_draft_too_large_for_any_plane_is_refused(plane: LocalPlane, lengths: list[int]) -> None:
     async def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import cast
 
 import numpy as np
 
@@ -34,10 +35,15 @@ class BatchData(RowOps):
         num_rows: needed only if there are no columns.
 
     Raises:
-        SchemaError: two columns differ in length; names both.
+        SchemaError: two columns differ in length; names both. Or a value is no column.
     """
 
     def __init__(self, columns: Mapping[str, Column], num_rows: int | None = None) -> None:
+        for name, column in columns.items():
+            if not isinstance(cast(object, column), Column):
+                raise SchemaError(
+                    f"Column {name!r} must be a DenseColumn, RaggedColumn or ObjectColumn, such as dense(..) makes; got {type(column).__name__}."
+                )
         sizes = {name: len(column) for name, column in columns.items()}
         rows = num_rows if num_rows is not None else next(iter(sizes.values()), 0)
         for name, size in sizes.items():

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Self, cast
 
 import msgspec
 import numpy as np
@@ -518,6 +518,10 @@ def _check_put(
         twice = next(key for key in keys if key in seen or seen.add(key))
         raise DuplicateKeyError(f"Key {twice!r} occurs more than once in one put; keys must be unique.")
     rows = len(keys)
+    if not isinstance(cast(object, data), BatchData | Draft | None):
+        raise BatchError(f"The data of a put must be a BatchData or a Draft; got {type(data).__name__}.")
+    if isinstance(tags, Mapping):
+        raise BatchError("tags must be a list of mappings, one per key; got one mapping.")
     if data is not None and len(data) != rows:
         raise BatchError(f"A put needs one row per key: {counted(rows, 'key')}, {counted(len(data), 'row')} of data.")
     if tags is not None and len(tags) != rows:
