@@ -31,6 +31,18 @@ class FutureEngine(NaiveEngine):
     name: ClassVar[str] = "future"
 
 
+class SilentEngine(CheckpointEngine):
+    API_VERSION: ClassVar[int] = 1
+    name: ClassVar[str] = "silent"
+
+
+class HalfEngine(SilentEngine):
+    name: ClassVar[str] = "half"
+    capabilities: ClassVar[Capabilities] = NaiveEngine.capabilities
+
+    def close(self) -> None: ...
+
+
 class Points:
     """A fake of importlib.metadata.entry_points that records what was loaded."""
 
@@ -65,7 +77,7 @@ EVERYTHING = PluginPolicy(
         "rl_ckpt_engine": {
             "backends": {
                 name: Allowed(distribution=f"pkg_{name}", version="1.2")
-                for name in ("plugin", "future", "wrong", "broken", "alias")
+                for name in ("plugin", "future", "wrong", "silent", "half", "broken", "alias")
             }
         }
     }
@@ -78,6 +90,8 @@ def points(monkeypatch: pytest.MonkeyPatch) -> Points:
         plugin=PluginEngine,
         future=FutureEngine,
         wrong=dict,
+        silent=SilentEngine,
+        half=HalfEngine,
         broken=ImportError("No module named 'cupy'"),
         alias=PluginEngine,
     )
@@ -132,11 +146,13 @@ def test_a_plug_in_is_loaded_when_its_name_is_asked_for_and_no_other(points: Poi
     [
         (
             "missing",
-            "no checkpoint engine 'missing'; there are alias, broken, cuda_ipc, disk, future, gloo, mooncake, naive, nccl, nixl, plugin, "
-            "ray, shm, shm-copy, tcp, wrong",
+            "no checkpoint engine 'missing'; there are alias, broken, cuda_ipc, disk, future, gloo, half, mooncake, naive, nccl, nixl, "
+            "plugin, ray, shm, shm-copy, silent, tcp, wrong",
         ),
         ("future", "API version 2; this is version 1"),
         ("wrong", "not a subclass of CheckpointEngine"),
+        ("silent", r"must say what it can do: capabilities = Capabilities\(\.\.\)"),
+        ("half", r"'half' \(pkg_half:Engine of pkg-half 1\.2\) lacks the methods abort, build_topology, .*prepare"),
         ("broken", "No module named 'cupy'"),
         ("alias", "has the name 'plugin'"),
     ],

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import TypeVar
 
 from rl_ckpt_engine.config import CheckpointEngineConfig
-from rl_ckpt_engine.engines.contract import ENGINE_API_VERSION, CheckpointEngine
+from rl_ckpt_engine.engines.contract import ENGINE_API_VERSION, Capabilities, CheckpointEngine
 from rl_ckpt_engine.plugins import PluginPolicy, entry_points, load_plugin, load_policy, plugin_names
 from rl_ckpt_engine.sync.manager import CheckpointEngineManager
 from rl_protocol.errors import ConfigError
@@ -231,6 +231,10 @@ def checked_engine(name: str, offered: object, owner: str) -> type[CheckpointEng
     _check_version("engine", name, owner, offered)
     if offered.name != name:
         raise ConfigError(f"The engine {name!r} ({owner}) has the name {offered.name!r}; both names must be equal.")
+    if not isinstance(getattr(offered, "capabilities", None), Capabilities):
+        raise ConfigError(f"The engine {name!r} ({owner}) must say what it can do: capabilities = Capabilities(..).")
+    if missing := sorted(getattr(offered, "__abstractmethods__", ())):
+        raise ConfigError(f"The engine {name!r} ({owner}) lacks the methods {', '.join(missing)}.")
     return offered
 
 
