@@ -779,10 +779,11 @@ def test_samples_on_which_the_reward_fails_are_named_and_not_trained_on(model_pa
 
 
 def test_a_round_in_which_every_reward_fails_teaches_nothing(model_path):
-    """There are too few samples to conclude that the function is broken."""
+    """There are too few samples to conclude that a function is broken which has worked before."""
     filtering = {"filter_groups": FilterGroupsConfig(enable=True, max_num_gen_batches=2)}
     setup = Setup(model_path, steps=1, algorithm=filtering, engines=1)
     worker = setup.workers.reward.worker
+    worker._responses._works = True
     score = worker._responses._scorer.score
 
     async def fail(samples):

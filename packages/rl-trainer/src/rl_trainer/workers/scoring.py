@@ -23,7 +23,8 @@ Measured: TypeAlias = tuple[dict[str, float], dict[str, int]]
 MOST_AHEAD = 1 << 16
 """Scores that are kept for calls of `score` that have not come."""
 BROKEN_AFTER = 16
-"""A reward function that fails on all of at least this many samples is taken to be broken."""
+"""A reward function that fails on all of at least this many samples is taken to be broken. Until it
+has scored a sample, it gets so many of a batch first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +76,8 @@ class ResponseScorer:
         self._components = components
         self._ahead: dict[tuple[str, str], _Ahead] = {}
         """Scores that were begun, by partition and key."""
+        self._works = False
+        """The reward function has scored a sample."""
 
     def begin(self, batch: KVBatchMeta, data: BatchData, rows: Sequence[int]) -> None:
         """Begin to score the responses in `rows`, for a call of `score` that follows.
@@ -107,11 +110,39 @@ class ResponseScorer:
         pairs = list(zip(samples, ahead, strict=True))
         begun = [one if one is not None and one.sample == sample else None for sample, one in pairs]
         rest = [sample for sample, one in zip(samples, begun, strict=True) if one is None]
-        scored = iter(await self._scorer.score(rest) if rest else ())
-        outcomes = [self._complete(next(scored) if one is None else (await one.task)[one.place]) for one in begun]
+        keys = [batch.keys[row] for row in rows]
+        scored = iter(await self._score(rest, [key for key, one in zip(keys, begun, strict=True) if one is None]))
+        outcomes = [next(scored) if one is None else self._complete((await one.task)[one.place]) for one in begun]
+        self._check(keys, samples, outcomes)
+        return outcomes
+
+    async def _score(self, samples: Sequence[Sample], keys: Sequence[str]) -> list[Outcome]:
+        """Score samples, some of them first if the function may be broken.
+
+        So a function that hangs or ends its process fails after those few, not after the time
+        limits of a whole validation. They are spread over the batch, which may be sorted.
+        """
+        if self._works or self._scorer.compares or len(samples) <= BROKEN_AFTER:
+            return await self._call(samples)
+        first = [i * len(samples) // BROKEN_AFTER for i in range(BROKEN_AFTER)]
+        tried = [samples[i] for i in first]
+        outcomes = dict(zip(first, await self._call(tried), strict=True))
+        if not self._works:
+            self._check([keys[i] for i in first], tried, list(outcomes.values()))
+        rest = [i for i in range(len(samples)) if i not in outcomes]
+        outcomes |= zip(rest, await self._call([samples[i] for i in rest]), strict=True)
+        return [outcomes[i] for i in range(len(samples))]
+
+    async def _call(self, samples: Sequence[Sample]) -> list[Outcome]:
+        outcomes = [self._complete(one) for one in await self._scorer.score(samples)] if samples else []
+        self._works = self._works or any(isinstance(one, Scored) for one in outcomes)
+        return outcomes
+
+    def _check(self, keys: Sequence[str], samples: Sequence[Sample], outcomes: Sequence[Outcome]) -> None:
+        """Log failures; raise RewardError if these are all, and at least BROKEN_AFTER."""
         failures = [
-            (batch.keys[row], sample, one)
-            for row, sample, one in zip(rows, samples, outcomes, strict=True)
+            (key, sample, one)
+            for key, sample, one in zip(keys, samples, outcomes, strict=True)
             if isinstance(one, Failure)
         ]
         for key, sample, one in failures:
@@ -121,10 +152,9 @@ class ResponseScorer:
         if len(failures) == len(samples) >= BROKEN_AFTER:
             key, sample, first = failures[0]
             raise RewardError(
-                f"The reward function failed on all {len(samples)} samples, which points to a bug in the function or "
+                f"The reward function failed on all {len(samples)} samples that it got, which points to a bug in the function or "
                 f"to its settings. For sample {key!r} of {sample.data_source!r} it {first.description}."
             )
-        return outcomes
 
     def sample_rows(self, batch: KVBatchMeta, data: BatchData, outcomes: Sequence[Outcome]) -> list[SampleRow]:
         """The rows of a sample table: prompts and responses as text, with their outcomes."""
