@@ -58,8 +58,10 @@ class CountedScorer:
         return await self._scorer.score(samples)
 
 
-def outcomes_of(scorer, rows, times=1):
-    """Outcomes of so many responses `0`, `1`, ..., scored `times` times by one worker."""
+def outcomes_of(scorer, rows, times=1, ahead=0):
+    """Outcomes of so many responses `0`, `1`, ..., scored `times` times by one worker, the first
+    time so many of them ahead.
+    """
     keys = [f"p/{row}/0" for row in range(rows)]
     same = {"data_source": "s", "ground_truth": "", "extra_info": {}}
     columns = {name: ObjectColumn.from_values([value] * rows) for name, value in same.items()}
@@ -68,6 +70,8 @@ def outcomes_of(scorer, rows, times=1):
 
     async def work():
         batch = KVBatchMeta(partition="train", keys=tuple(keys))
+        if ahead:
+            responses.begin(batch, data, range(ahead))
         return [await responses.score(batch, data, range(rows)) for _ in range(times)]
 
     return asyncio.run(work())
@@ -91,6 +95,12 @@ def test_a_function_that_works_gets_each_sample_once_and_later_batches_whole():
     first, rest, again = scorer.calls
     assert len(first) == 16
     assert sorted(first + rest) == again == list(range(150))
+
+
+def test_a_function_that_has_scored_responses_ahead_works():
+    scorer = CountedScorer(lambda *_: 1.0)
+    outcomes_of(scorer, 40, times=2, ahead=40)
+    assert scorer.calls == [list(range(40))] * 2
 
 
 def test_a_function_that_compares_responses_gets_all_of_a_batch():

@@ -29,7 +29,7 @@ from rl_trainer.rollout.trajectory_stats import rollout_metrics
 from rl_trainer.workers.messages import FilterResult, Partition, PromptRef, RewardResult, StageCall, StageResult
 
 Scoring = TypeVar("Scoring", bound=RewardResult)
-Measured: TypeAlias = tuple[Mapping[str, float], Mapping[str, int], int]
+MeasuredPart: TypeAlias = tuple[Mapping[str, float], Mapping[str, int], int]
 """Metrics of a part of a batch, how many numbers a mean among them is of, by name, and rows, which
 is that number of the others."""
 _FAILURES = "reward/failures"
@@ -209,7 +209,7 @@ class Sampler:
         rows = KVBatchMeta(partition=TRAIN_PARTITION, keys=())
         rounds, generated, groups, failed, truncated = 0, 0, 0, set[str](), 0
         tokens, sizes = list[int](), dict[str, int]()
-        scores, scorings = dict[str, tuple[float, float]](), list[Measured]()
+        scores, scorings = dict[str, tuple[float, float]](), list[MeasuredPart]()
 
         def draw(count: int) -> Sequence[PromptRef]:
             fresh = self._next_prompts(turn, len(prompts), count)
@@ -345,7 +345,7 @@ def _oldest(sampled: Mapping[int, Sampled], newest: int) -> dict[int, int]:
     return {turn: newest if one.oldest is None else one.oldest for turn, one in sampled.items()}
 
 
-def joined_metrics(parts: Sequence[Measured]) -> tuple[dict[str, float], dict[str, int]]:
+def joined_metrics(parts: Sequence[MeasuredPart]) -> tuple[dict[str, float], dict[str, int]]:
     """The metrics of a batch, of those of its parts: sums of counts, the largest maximum and time,
     the least minimum, and of the rest means over the numbers that each is of; and the sizes that
     the parts have.

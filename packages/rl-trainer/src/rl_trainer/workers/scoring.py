@@ -127,16 +127,14 @@ class ResponseScorer:
         first = [i * len(samples) // BROKEN_AFTER for i in range(BROKEN_AFTER)]
         tried = [samples[i] for i in first]
         outcomes = dict(zip(first, await self._call(tried), strict=True))
-        if not self._works:
+        if all(isinstance(one, Failure) for one in outcomes.values()):
             self._check([keys[i] for i in first], tried, list(outcomes.values()))
         rest = [i for i in range(len(samples)) if i not in outcomes]
         outcomes |= zip(rest, await self._call([samples[i] for i in rest]), strict=True)
         return [outcomes[i] for i in range(len(samples))]
 
     async def _call(self, samples: Sequence[Sample]) -> list[Outcome]:
-        outcomes = [self._complete(one) for one in await self._scorer.score(samples)] if samples else []
-        self._works = self._works or any(isinstance(one, Scored) for one in outcomes)
-        return outcomes
+        return [self._complete(one) for one in await self._scorer.score(samples)] if samples else []
 
     def _check(self, keys: Sequence[str], samples: Sequence[Sample], outcomes: Sequence[Outcome]) -> None:
         """Log failures; raise RewardError if these are all, and at least BROKEN_AFTER."""
@@ -145,6 +143,7 @@ class ResponseScorer:
             for key, sample, one in zip(keys, samples, outcomes, strict=True)
             if isinstance(one, Failure)
         ]
+        self._works = self._works or len(failures) < len(samples)
         for key, sample, one in failures:
             logger.warning(
                 "reward failed (%s) for sample %r of %r: it %s", one.kind, key, sample.data_source, one.description
