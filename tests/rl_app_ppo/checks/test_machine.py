@@ -17,6 +17,7 @@ from rl_app_ppo.cli.main import main
 from rl_app_ppo.config import rollout_engines
 from rl_app_ppo.config.devices import plan_processes
 from rl_app_ppo.config.loading import load_config
+from rl_app_ppo.worker import rank_network
 from rl_ckpt_engine import PluginPolicy
 from rl_ckpt_engine.engines.network.tcp import TcpEngine
 from rl_ckpt_engine.engines.network.torch_group import GlooEngine
@@ -201,7 +202,7 @@ def test_several_hosts_need_a_cluster_a_plane_and_a_weight_engine_that_reach_the
 def test_a_weight_engine_that_other_hosts_reach_needs_a_key_or_a_trusted_network(
     monkeypatch, backend, engine, variable, value
 ):
-    monkeypatch.setattr(machine, "interface_towards", lambda host: NetworkInterface("eth0", host))
+    monkeypatch.setattr(rank_network, "interface_towards", lambda host: NetworkInterface("eth0", host))
     words = ["trainer.nnodes=2", "ray.address=auto", "placement=separate", f"checkpoint_engine.backend={backend}"]
     for listen in ("10.0.0.1", "10.0.0.1:5600"):
         config = load_config([*words, f"transfer_queue.listen={listen}"])

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from rl_app_ppo.config.devices import PlannedProcess
 from rl_app_ppo.config.placement import rollout_in_actor
 from rl_app_ppo.config.schema import LOCAL, AppConfig
+from rl_app_ppo.worker.messages import RankNetwork
+from rl_app_ppo.worker.rank_network import listening_in
 from rl_ckpt_engine import CheckpointEngine
 from rl_protocol import ConfigError
 from rl_protocol.counted import counted
-from rl_protocol.support.network_interface import LOOPBACK, find_interface, interface_towards
+from rl_protocol.support.network_interface import find_interface
 from rl_trainer.config.backends import require_gpu
 from rl_trainer.rewards import parse_terms
 from rl_trainer.rewards.scorer_toml import RewardModelConfig, is_scorer_toml, read_scorer_toml
@@ -92,7 +93,7 @@ def check_hosts(config: AppConfig, engine: type[CheckpointEngine]) -> None:
     check_engine_of_hosts(config, engine)
     if _sends(config) and "cpu" in engine.capabilities.devices:
         try:
-            engine.create(replace(config.checkpoint_engine, listen=_weights_address(config))).close()
+            engine.create(listening_in(_network(config), config.checkpoint_engine)).close()
         except ConfigError as error:
             raise ConfigError(f"{several}: {error}") from error
 
@@ -112,17 +113,12 @@ def _sends(config: AppConfig) -> bool:
     return config.checkpoint_engine.enabled and not rollout_in_actor(config.placement)
 
 
-def _weights_address(config: AppConfig) -> str:
-    """An address of this host like that at which the sender of the weights listens, as far as known
-    before the start."""
-    listen, interface = config.checkpoint_engine.listen, config.trainer.network_interface
-    if listen != LOOPBACK:
-        return listen
-    if interface:
-        return find_interface(interface).address
+def _network(config: AppConfig) -> RankNetwork:
+    """The network between the hosts, as far as it is known before the start: that of the data
+    plane's address, of an IPv6 address nothing."""
     plane = config.transfer_queue.listen
     host = plane.rpartition(":")[0] or plane
-    return LOOPBACK if ":" in host else interface_towards(host).address  # of IPv6 nothing is known
+    return RankNetwork(interface=config.trainer.network_interface, peer="" if ":" in host else host)
 
 
 def check_gpus(config: AppConfig, sync_devices: tuple[str, ...]) -> None:

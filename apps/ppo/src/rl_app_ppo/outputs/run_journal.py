@@ -84,8 +84,7 @@ def require_own_rows(settings: TransferQueueConfig, found: Recovery | None, *, r
     if found is not None and found.rows_kept and not resumes:
         raise ConfigError(
             f"TransferQueueConfig.journal_dir={settings.journal_dir} has {counted(found.rows_kept, 'row')} of another run. Set another "
-            "folder, or "
-            "trainer.resume_mode=auto and that run's trainer.run_name to resume it."
+            "folder, or trainer.resume_mode=auto and that run's trainer.run_name to resume it."
         )
 
 

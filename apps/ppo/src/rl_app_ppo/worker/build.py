@@ -24,13 +24,12 @@ from rl_app_ppo.inputs.session import session_of
 from rl_app_ppo.inputs.tokenizer import decoder, eos_of, load_tokenizer, raw_decoder, session_tokenizer, vision_of
 from rl_app_ppo.worker.cores import cores_of_each
 from rl_app_ppo.worker.messages import BuildCall
-from rl_app_ppo.worker.rank_network import rank_interface
+from rl_app_ppo.worker.rank_network import listening_in, rank_interface
 from rl_app_ppo.worker.rewards import open_scorer
 from rl_app_ppo.worker.weight_endpoints import AdapterOnly, AdapterSource, make_engine
 from rl_ckpt_engine import CheckpointEngine, FollowerEndpoint, ReceiverEndpoint, SenderEndpoint
 from rl_ckpt_engine.endpoints.operations import Endpoint
 from rl_protocol.ports import DataPlane, PolicyBackend, RolloutEngine
-from rl_protocol.support.network_interface import LOOPBACK
 from rl_protocol.support.rendezvous import Rendezvous, RendezvousListener
 from rl_trainer import (
     ActorWorker,
@@ -379,10 +378,7 @@ def weight_engine(config: AppConfig, call: BuildCall) -> CheckpointEngine:
     Raises:
         ConfigError: a setting does not fit; the key of the engine is missing.
     """
-    settings = config.checkpoint_engine
-    if settings.listen == LOOPBACK:
-        settings = replace(settings, listen=rank_interface(call.weights).address)
-    return make_engine(settings, call.plugins)
+    return make_engine(listening_in(call.weights, config.checkpoint_engine), call.plugins)
 
 
 def sender_of(config: AppConfig, call: BuildCall, policy: TrainedPolicy) -> Endpoint:

@@ -1,9 +1,12 @@
-"""The network interface through which a process reaches the other ranks of its model."""
+"""The network interface through which a process reaches others, such as the ranks of its model."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rl_app_ppo.worker.messages import RankNetwork
-from rl_protocol.support.network_interface import NetworkInterface, find_interface, interface_towards
+from rl_ckpt_engine import CheckpointEngineConfig
+from rl_protocol.support.network_interface import LOOPBACK, NetworkInterface, find_interface, interface_towards
 from rl_protocol.support.rendezvous import LOOPBACK_INTERFACE
 
 
@@ -16,3 +19,13 @@ def rank_interface(network: RankNetwork) -> NetworkInterface:
     if network.interface:
         return find_interface(network.interface)
     return interface_towards(network.peer) if network.peer else LOOPBACK_INTERFACE
+
+
+def listening_in(network: RankNetwork, settings: CheckpointEngineConfig) -> CheckpointEngineConfig:
+    """The settings of a weight engine that listens at this host's address in a network, unless
+    checkpoint_engine.listen is another one than loopback.
+
+    Raises:
+        ConfigError: as `rank_interface`.
+    """
+    return settings if settings.listen != LOOPBACK else replace(settings, listen=rank_interface(network).address)
