@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 from trust import trust
 
+from rl_app_ppo import rank_network
 from rl_app_ppo.checks import machine, registry
 from rl_app_ppo.checks.facts import Facts
 from rl_app_ppo.checks.registry import preflight
@@ -17,7 +18,6 @@ from rl_app_ppo.cli.main import main
 from rl_app_ppo.config import rollout_engines
 from rl_app_ppo.config.devices import plan_processes
 from rl_app_ppo.config.loading import load_config
-from rl_app_ppo.worker import rank_network
 from rl_ckpt_engine import PluginPolicy
 from rl_ckpt_engine.engines.network.tcp import TcpEngine
 from rl_ckpt_engine.engines.network.torch_group import GlooEngine

@@ -12,7 +12,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 
 from rl_app_ppo.cluster.heartbeats import OtherHost, Watched
 from rl_app_ppo.cluster.host_processes import HostProcesses, StartedUnits
-from rl_app_ppo.worker.messages import RankNetwork
+from rl_app_ppo.rank_network import RankNetwork
 from rl_protocol import PlaneLostError, WorkerError
 from rl_transferqueue import TransferQueueConfig
 from rl_transferqueue.wire.descriptor import UnitAddress

@@ -9,8 +9,7 @@ from pathlib import Path
 from rl_app_ppo.config.devices import PlannedProcess
 from rl_app_ppo.config.placement import rollout_in_actor
 from rl_app_ppo.config.schema import LOCAL, AppConfig
-from rl_app_ppo.worker.messages import RankNetwork
-from rl_app_ppo.worker.rank_network import listening_in
+from rl_app_ppo.rank_network import RankNetwork, listening_in
 from rl_ckpt_engine import CheckpointEngine
 from rl_protocol import ConfigError
 from rl_protocol.counted import counted

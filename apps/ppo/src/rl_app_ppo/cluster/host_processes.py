@@ -19,8 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rl_app_ppo.cluster.heartbeats import HostBeats, OtherHost, Watched
 from rl_app_ppo.cluster.ray_errors import reason_of
-from rl_app_ppo.worker.messages import RankNetwork
-from rl_app_ppo.worker.rank_network import rank_interface
+from rl_app_ppo.rank_network import RankNetwork, rank_interface
 from rl_protocol import RLError, WorkerError
 from rl_transferqueue import HostUnits, TransferQueueConfig, start_host_units
 from rl_transferqueue.transport.addresses import endpoint, listen_address

@@ -21,9 +21,10 @@ from rl_app_ppo.cluster.hung_processes import HungProcesses
 from rl_app_ppo.cluster.lost_processes import ray_servers, unless_ended
 from rl_app_ppo.cluster.ray_errors import plain, reason_of
 from rl_app_ppo.config.placement import Role
+from rl_app_ppo.rank_network import RankNetwork
 from rl_app_ppo.watchdog.unanswered_calls import CallLog
 from rl_app_ppo.worker.call_socket import CANCELLED, Connection
-from rl_app_ppo.worker.messages import RankNetwork, WarmupProgress, WorkerPlace
+from rl_app_ppo.worker.messages import WarmupProgress, WorkerPlace
 from rl_app_ppo.worker.process import WorkerProcess
 from rl_protocol import RLError, WorkerDiedError, WorkerError
 from rl_protocol.support.host_identity import this_host

@@ -26,8 +26,9 @@ from rl_app_ppo.inputs.input_files import Digests
 from rl_app_ppo.outputs.console import Screen
 from rl_app_ppo.outputs.run_folder import RunFiles
 from rl_app_ppo.outputs.startup_times import Startup
+from rl_app_ppo.rank_network import RankNetwork
 from rl_app_ppo.watchdog.unanswered_calls import CallLog
-from rl_app_ppo.worker.messages import CLOSE_RECORD, BuildCall, RankNetwork
+from rl_app_ppo.worker.messages import CLOSE_RECORD, BuildCall
 from rl_ckpt_engine import PluginPolicy
 from rl_protocol import RLError
 from rl_protocol.support.network_interface import this_network

@@ -22,9 +22,9 @@ from rl_app_ppo.inputs.data import demonstrations, open_data, teacher_context
 from rl_app_ppo.inputs.input_files import check_data
 from rl_app_ppo.inputs.session import session_of
 from rl_app_ppo.inputs.tokenizer import decoder, eos_of, load_tokenizer, raw_decoder, session_tokenizer, vision_of
+from rl_app_ppo.rank_network import listening_in, rank_interface
 from rl_app_ppo.worker.cores import cores_of_each
 from rl_app_ppo.worker.messages import BuildCall
-from rl_app_ppo.worker.rank_network import listening_in, rank_interface
 from rl_app_ppo.worker.rewards import open_scorer
 from rl_app_ppo.worker.weight_endpoints import AdapterOnly, AdapterSource, make_engine
 from rl_ckpt_engine import CheckpointEngine, FollowerEndpoint, ReceiverEndpoint, SenderEndpoint

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
+from rl_app_ppo.rank_network import RankNetwork
 from rl_ckpt_engine import PluginPolicy
 from rl_protocol.support.rendezvous import RendezvousAddress
 
 CLOSE_RECORD = "record.close"
 """Call that has a process write the rest of its record, at the end of a run."""
-
-
-class RankNetwork(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Through which network processes reach each other."""
-
-    interface: str = ""
-    """trainer.network_interface; empty: the one that reaches `peer`."""
-    peer: str = ""
-    """Name or address of a host of the cluster; empty: they share loopback."""
 
 
 class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -17,10 +17,10 @@ import msgspec
 
 from rl_app_ppo.config.full_keys import FullKeysFormatter
 from rl_app_ppo.config.placement import Role
+from rl_app_ppo.rank_network import RankNetwork, rank_interface
 from rl_app_ppo.worker.call_socket import CallServer
-from rl_app_ppo.worker.messages import CLOSE_RECORD, BuildCall, RankNetwork, WarmupProgress, WorkerPlace
+from rl_app_ppo.worker.messages import CLOSE_RECORD, BuildCall, WarmupProgress, WorkerPlace
 from rl_app_ppo.worker.rank_connections import named_rank_connections
-from rl_app_ppo.worker.rank_network import rank_interface
 from rl_app_ppo.worker.weight_endpoints import require_admission
 from rl_ckpt_engine.endpoints.operations import METHODS
 from rl_protocol import RLError, WorkerError

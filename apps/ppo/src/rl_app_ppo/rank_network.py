@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rl_app_ppo.worker.messages import RankNetwork
+import msgspec
+
 from rl_ckpt_engine import CheckpointEngineConfig
 from rl_protocol.support.network_interface import LOOPBACK, NetworkInterface, find_interface, interface_towards
 from rl_protocol.support.rendezvous import LOOPBACK_INTERFACE
+
+
+class RankNetwork(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Through which network processes reach each other."""
+
+    interface: str = ""
+    """trainer.network_interface; empty: the one that reaches `peer`."""
+    peer: str = ""
+    """Name or address of a host of the cluster; empty: they share loopback."""
 
 
 def rank_interface(network: RankNetwork) -> NetworkInterface:
