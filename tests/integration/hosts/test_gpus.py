@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rl_app_ppo.worker.update_meter import peak_flops
+
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500)]
 
 
@@ -33,6 +35,9 @@ def test_a_run_trains_and_generates_on_the_gpu(app, overrides):
     trained = done.metrics[1:]
     assert [m["weight_sync/version"] for m in trained] == [1, 2, 3]
     assert all(m["actor/grad_norm"] > 0 and m["actor/skipped_steps"] == 0 for m in trained)
+    assert all(m["perf/max_memory_reserved_gb"] >= m["perf/max_memory_allocated_gb"] > 0 for m in trained)
+    if peak_flops(torch.cuda.get_device_name()) is not None:
+        assert all(0 < m["perf/mfu/actor"] < 1 for m in trained)
     rounding = 0.1 if "torch.param_dtype=bfloat16" in overrides else 1e-3
     assert max(m["training/rollout_log_probs_diff_max"] for m in trained) < rounding
     (log,) = (done.folder / "logs").glob("actor*.log")

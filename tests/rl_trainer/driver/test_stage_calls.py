@@ -105,6 +105,25 @@ def test_every_rank_is_sent_its_own_keys_and_one_rank_all_of_them():
     assert (alone.calls[0].batch.keys, alone.calls[0].mini_batches) == (rows.names.keys, None)
 
 
+class OnDevice:
+    """A rank that uses that much of its device and of its memory."""
+
+    name, bytes_moved = "rank", 0
+
+    def __init__(self, used, memory):
+        devices = {"perf/mfu/actor": used, "perf/max_memory_allocated_gb": memory}
+        self._result = StageResult(metrics={"actor/lr": used, **devices})
+
+    async def call(self, method, payload, *, timeout_s):
+        return msgspec.msgpack.encode(self._result)
+
+
+def test_the_metrics_of_devices_are_over_all_ranks_and_others_of_the_first():
+    ranks = [OnDevice(0.25, 3.0), OnDevice(0.5, 7.0), OnDevice(0.75, 5.0)]
+    metrics = asyncio.run(run_stage(ranks, "update_actor", [StageCall(step=1, batch=step_rows(1).names)] * 3, 5))
+    assert metrics == {"actor/lr": 0.25, "perf/mfu/actor": 0.5, "perf/max_memory_allocated_gb": 7.0}
+
+
 @pytest.mark.parametrize("count", [3, 4, 5, 7, 11, 13])
 @pytest.mark.parametrize("shares", [(0, 1, 2), (0, 0, 1, 1, 2, 2)], ids=["ranks", "replicas of two ranks"])
 def test_rows_that_ranks_do_not_divide_are_all_computed_once(count, shares):

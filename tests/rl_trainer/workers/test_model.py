@@ -84,6 +84,45 @@ def test_an_update_interpolates_by_the_versions_of_its_rows():
     assert batch.ragged("old_log_probs").values.tolist() == [-1.0, -1.0, -1.0, -2.0]
 
 
+@pytest.mark.parametrize("mini_batches", [None, ((1, 0),)])
+@pytest.mark.parametrize(
+    ("kind", "backend", "more", "stage"),
+    [(ActorWorker, BigramPolicy, (1.0,), "update_actor"), (CriticWorker, BigramCritic, (), "update_critic")],
+)
+def test_a_meter_is_given_the_update_and_the_tokens_of_its_rows(kind, backend, more, stage, mini_batches):
+    metered = []
+
+    class Model(backend):
+        def update(self, batch, **_):
+            return {"updated": 1.0}
+
+        def update_local(self, batch, mini_batches, **_):
+            return {"updated": 2.0}
+
+    def meter(update, lengths):
+        metered.append(lengths.tolist())
+        return update() | {"measured": 3.0}
+
+    async def body():
+        plane, _ = await two_trajectories()
+        columns = {
+            "responses": ragged([[4, 4, 1], [3]], "int64"),
+            **{name: ragged([[True] * 3, [True]], "bool") for name in ("response_mask", "loss_mask")},
+            **{
+                name: ragged([[0.0] * 3, [0.0]], "float32")
+                for name in ("old_log_probs", "advantages", "values", "returns")
+            },
+        }
+        batch = await plane.put("train", ["p/0/0", "p/1/0"], BatchData(columns))
+        settings = step_columns(AlgorithmConfig(adv_estimator="gae"), ActorConfig())
+        worker = kind(plane, settings, Model(), *more, meter=meter)
+        return await worker.run(stage, StageCall(step=1, batch=batch, mini_batches=mini_batches))
+
+    result = asyncio.run(body())
+    assert result.metrics == {"updated": 1.0 if mini_batches is None else 2.0, "measured": 3.0}
+    assert metered == [[5, 3]]
+
+
 async def two_trajectories():
     """Yield a plane with the tokens of two responses to one prompt, and their names."""
     plane = CountingPlane()

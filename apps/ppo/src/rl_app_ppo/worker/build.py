@@ -50,6 +50,7 @@ from rl_trainer.data.image_columns import ImageReader
 from rl_trainer.data.images import Vision
 from rl_trainer.data.model_families import RoutedLayers
 from rl_trainer.record.record_file import RecordFile
+from rl_trainer.workers.model import UpdateMeter
 from rl_trainer.workers.sample_log import SampleLog
 from rl_trainer.workers.trajectory_record import RecordSettings, TrajectoryRecord
 from rl_transferqueue import PlaneDescriptor, connect
@@ -321,7 +322,7 @@ class _TrainedRoles:
                 seed=config.trainer.seed,
                 strategy=self._strategy,
             )
-        return CriticWorker(self._plane, self._columns, self._critic)
+        return CriticWorker(self._plane, self._columns, self._critic, self._meter("critic"))
 
     def _build_reference(self) -> ReferenceWorker:
         from rl_trainer.backends.torch_policy import PolicyOptions, TorchPolicyBackend
@@ -365,8 +366,14 @@ class _TrainedRoles:
             policy,
             config.rollout.temperature,
             teacher_is_policy=config.algorithm.teacher_is_policy,
+            meter=self._meter("actor"),
         )
         return worker, sender_of(config, call, policy)
+
+    def _meter(self, role: Role) -> UpdateMeter | None:
+        from rl_app_ppo.worker.update_meter import meter_of  # torch: the reward process needs none
+
+        return meter_of(role, self._config, Path(self._call.model_path), self._strategy.device)
 
 
 def weight_engine(config: AppConfig, call: BuildCall) -> CheckpointEngine:

@@ -13,6 +13,7 @@ from rl_app_ppo.config.placement import Role
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.worker.build import Build, Built, join_timeout_s, sender_of
 from rl_app_ppo.worker.messages import BuildCall
+from rl_app_ppo.worker.update_meter import meter_of
 from rl_megatron_peft import Layout, LoraConfig
 from rl_megatron_peft.backend.critic import MegatronCriticBackend
 from rl_megatron_peft.backend.parallel import Ranks, all_reduce_data_parallel, open_ranks
@@ -33,6 +34,7 @@ from rl_trainer.algorithms.old_log_prob import loss_correction
 from rl_trainer.backends.token_batch import lengths_of, token_columns, value_columns
 from rl_trainer.backends.world import device_of, join_world
 from rl_trainer.config.optim import Schedule
+from rl_trainer.workers.model import UpdateMeter
 
 
 class TrainerLoss:
@@ -91,6 +93,10 @@ def build_megatron(
 ) -> Build:
     """Builder of model_engine=megatron: tensor, pipeline and data parallel ranks."""
     path, ranks = Path(call.model_path), join_ranks(config, meeting)
+    sharing = ranks.layout.tensor * ranks.layout.pipeline
+
+    def meter(role: Role) -> UpdateMeter | None:
+        return meter_of(role, config, path, ranks.device, sharing=sharing)
 
     def build(role: Role, _: RolloutEngine | None) -> Built:
         if role == "critic":
@@ -98,7 +104,7 @@ def build_megatron(
             if call.critic_adapter_path:
                 with _loading("critic.adapter_path"):
                     critic.load_adapter(Path(call.critic_adapter_path))
-            return CriticWorker(plane, columns, critic), None
+            return CriticWorker(plane, columns, critic, meter(role)), None
         temperature = config.rollout.temperature
         if role == "ref":
             reference = megatron_policy(config, Path(call.reference_path or path), ranks, frozen=True)
@@ -108,9 +114,8 @@ def build_megatron(
             with _loading("lora.adapter_path"):
                 policy.load_adapter(Path(call.adapter_path))
         itself = config.algorithm.teacher_is_policy
-        return ActorWorker(plane, columns, policy, temperature, teacher_is_policy=itself), sender_of(
-            config, call, policy
-        )
+        worker = ActorWorker(plane, columns, policy, temperature, teacher_is_policy=itself, meter=meter(role))
+        return worker, sender_of(config, call, policy)
 
     return build
 

@@ -256,12 +256,24 @@ async def read_ahead(ranks: Sequence[WorkerHandle], name: str, calls: Sequence[S
 async def run_stage(
     ranks: Sequence[WorkerHandle], name: str, calls: Sequence[StageCall], timeout_s: float
 ) -> dict[str, float]:
-    """Run a stage; returns the metrics of the first rank.
+    """Run a stage; returns the metrics of the first rank, with those of the devices over all ranks.
 
     Raises:
         RLError: a rank failed; the first failure ends the stage.
     """
-    return (await call_ranks(ranks, name, calls, StageResult, timeout_s))[0].metrics
+    results = await call_ranks(ranks, name, calls, StageResult, timeout_s)
+    return results[0].metrics | _of_devices([result.metrics for result in results])
+
+
+def _of_devices(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean over the ranks of how much of its device a rank uses, and the largest memory."""
+    first, found = metrics[0], dict[str, float]()
+    for name in first:
+        if name.startswith("perf/mfu/"):
+            found[name] = sum(of_rank.get(name, 0.0) for of_rank in metrics) / len(metrics)
+        elif name.startswith("perf/max_memory_"):
+            found[name] = max(of_rank.get(name, 0.0) for of_rank in metrics)
+    return found
 
 
 async def call_ranks(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Protocol, runtime_checkable
 
@@ -17,7 +18,7 @@ from rl_trainer.algorithms.old_log_prob import INTERPOLATION, LogProbGap, interp
 from rl_trainer.checkpoints.resumable import Exportable, Write
 from rl_trainer.workers.columns import MASK_AS, TRAINER_SCHEMA, StepColumns
 from rl_trainer.workers.messages import SaveCall, StageCall, StageResult
-from rl_trainer.workers.model import ModelWorker, ranked, resumable
+from rl_trainer.workers.model import ModelWorker, UpdateMeter, ranked, resumable
 from rl_trainer.workers.stateful import StatefulWorker
 
 _reference = tqbridge(
@@ -78,6 +79,7 @@ class ActorWorker(ModelWorker, StatefulWorker):
         backend: the policy.
         temperature: of the log-probs.
         teacher_is_policy: whether the stage `ref` computes with the policy as it is.
+        meter: see ModelWorker.
     """
 
     handlers: ClassVar[Mapping[str, type[msgspec.Struct]]] = {
@@ -98,8 +100,9 @@ class ActorWorker(ModelWorker, StatefulWorker):
         temperature: float,
         *,
         teacher_is_policy: bool = False,
+        meter: UpdateMeter | None = None,
     ) -> None:
-        super().__init__(plane, columns, backend)
+        super().__init__(plane, columns, backend, meter)
         self._backend = backend
         self._temperature = temperature
         self._teacher_is_policy = teacher_is_policy
@@ -152,9 +155,9 @@ class ActorWorker(ModelWorker, StatefulWorker):
         for name in self.columns.versions:
             data = data.union(BatchData({INTERPOLATION: interpolation(data.ragged(name), call.updates)}))
         if call.mini_batches is None:
-            return StageResult(metrics=self._backend.update(data, temperature=self._temperature))
-        backend = ranked(DistributedPolicy, self._backend)
-        return StageResult(metrics=backend.update_local(data, call.mini_batches, temperature=self._temperature))
+            return self._metered(partial(self._backend.update, data, temperature=self._temperature), data)
+        update = ranked(DistributedPolicy, self._backend).update_local
+        return self._metered(partial(update, data, call.mini_batches, temperature=self._temperature), data)
 
     @_reference
     async def ref(self, data: BatchData, _: StageCall) -> BatchData:

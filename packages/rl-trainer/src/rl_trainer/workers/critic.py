@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Protocol, runtime_checkable
 
@@ -14,7 +15,7 @@ from rl_protocol.ports import CriticBackend, DataPlane
 from rl_trainer.checkpoints.resumable import Write
 from rl_trainer.workers.columns import MASK_AS, TRAINER_SCHEMA, StepColumns
 from rl_trainer.workers.messages import StageCall, StageResult
-from rl_trainer.workers.model import ModelWorker, ranked, resumable
+from rl_trainer.workers.model import ModelWorker, UpdateMeter, ranked, resumable
 from rl_trainer.workers.stateful import StatefulWorker
 
 
@@ -28,7 +29,7 @@ class DistributedCritic(CriticBackend, Protocol):
 
 
 class CriticWorker(ModelWorker, StatefulWorker):
-    """The value function under training."""
+    """The value function under training; see ModelWorker."""
 
     handlers: ClassVar[Mapping[str, type[msgspec.Struct]]] = {
         "values": StageCall,
@@ -37,8 +38,10 @@ class CriticWorker(ModelWorker, StatefulWorker):
         **StatefulWorker.state_handlers,
     }
 
-    def __init__(self, plane: DataPlane, columns: StepColumns, backend: CriticBackend) -> None:
-        super().__init__(plane, columns, backend)
+    def __init__(
+        self, plane: DataPlane, columns: StepColumns, backend: CriticBackend, meter: UpdateMeter | None = None
+    ) -> None:
+        super().__init__(plane, columns, backend, meter)
         self._backend = backend
 
     @tqbridge(reads=lambda step: step.tokens, writes=("values",), schema=TRAINER_SCHEMA)
@@ -50,8 +53,9 @@ class CriticWorker(ModelWorker, StatefulWorker):
     async def update_critic(self, data: BatchData, call: StageCall) -> StageResult:
         """Update the value function on the batch."""
         if call.mini_batches is None:
-            return StageResult(metrics=self._backend.update(data))
-        return StageResult(metrics=ranked(DistributedCritic, self._backend).update_local(data, call.mini_batches))
+            return self._metered(partial(self._backend.update, data), data)
+        update = ranked(DistributedCritic, self._backend).update_local
+        return self._metered(partial(update, data, call.mini_batches), data)
 
     def copy_state(self, part: str) -> Mapping[str, Write]:
         return {part: resumable(self._backend).snapshot()}
