@@ -2,6 +2,15 @@
 
 `linear_log_probs` computes the logits of a linear layer itself, CHUNK_BYTES of them at a time, and
 again in the backward pass, so that [T, V] logits are never in memory. Logits that fit are kept.
+
+The fused functions of liger-kernel 0.8.5 do not compute these columns:
+
+* `LigerFusedLinearCrossEntropyFunction` returns no entropy. Before 0.8.2, with a loss per token, it
+  also multiplied the gradients of all tokens by that of the first.
+* `LigerFusedLinearScaledCrossEntropyFunction` returns the entropy in the element type of `hidden`,
+  and has no bias, no excluded tokens, no squares and no largest log-probs. Further tokens are the
+  same in all T rows. On a Hopper GPU it needs CuTe DSL and bfloat16. By default it is torch code
+  elsewhere, with several float32 tensors [512, V] at once.
 """
 
 from __future__ import annotations
