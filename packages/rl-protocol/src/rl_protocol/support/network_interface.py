@@ -26,6 +26,11 @@ class NetworkInterface(NamedTuple):
     address: str
     """IPv4, at which other processes reach this one."""
 
+    @property
+    def name_for_nccl(self) -> str:
+        """The value of NCCL_SOCKET_IFNAME, which takes a name without = as a prefix."""
+        return f"={self.name}"
+
 
 @cache
 def this_network() -> str:

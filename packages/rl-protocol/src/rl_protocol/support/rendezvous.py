@@ -70,4 +70,4 @@ class Rendezvous:
     @property
     def socket_settings(self) -> dict[str, str]:
         """The environment variables by which gloo and NCCL find the interface."""
-        return {"GLOO_SOCKET_IFNAME": self.interface.name, "NCCL_SOCKET_IFNAME": f"={self.interface.name}"}
+        return {"GLOO_SOCKET_IFNAME": self.interface.name, "NCCL_SOCKET_IFNAME": self.interface.name_for_nccl}

@@ -240,7 +240,7 @@ class NcclCollective:
         self._buckets = [torch.empty(0, dtype=torch.uint8, device=self._device) for _ in range(2)]
 
     def form(self, store: dist.Store, place: GroupPlace, interface: NetworkInterface, timeout: timedelta) -> Any:
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface.name}")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface.name_for_nccl)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout  # pyright: ignore[reportPrivateUsage]
         torch.cuda.set_device(self._device)
