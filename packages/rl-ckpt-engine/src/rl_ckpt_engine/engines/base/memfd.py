@@ -136,7 +136,7 @@ class Slot:
         self._reserve(offset + weight.nbytes)
         if not np.may_share_memory(weight.data, self._bytes):  # compares addresses only
             return True
-        in_place = _address(weight.data) - _address(self._bytes) == PAYLOAD_START + offset
+        in_place = address_of(weight.data) - address_of(self._bytes) == PAYLOAD_START + offset
         if weight.nbytes and not in_place:
             raise WeightSyncError(
                 f"Tensor {weight.name!r} is in the memory of this version, but at the offset of another tensor. Send all tensors of the layout "
@@ -309,7 +309,8 @@ def _starts(sizes: Sequence[int]) -> list[int]:
     return [aligned(end) for end in ends][:-1]
 
 
-def _address(data: npt.NDArray[np.uint8]) -> int:
+def address_of(data: npt.NDArray[np.uint8]) -> int:
+    """The address of the data in this process."""
     return int(data.__array_interface__["data"][0])
 
 

@@ -18,9 +18,10 @@ from inspect import isclass
 from typing import Any, ClassVar
 
 from rl_ckpt_engine.config import CheckpointEngineConfig
+from rl_ckpt_engine.engines.base.memfd import address_of
 from rl_ckpt_engine.engines.base.publishing_engine import PublishingEngine
 from rl_ckpt_engine.engines.contract import Capabilities
-from rl_ckpt_engine.engines.network.remote_read import Bytes, ReadsRemotely, RegisteredSlot, RemoteReads, address_of
+from rl_ckpt_engine.engines.network.remote_read import Bytes, ReadsRemotely, RegisteredSlot, RemoteReads
 from rl_ckpt_engine.payload.block_stream import Deadline
 from rl_ckpt_engine.payload.manifest import DIGEST_BYTES
 from rl_protocol.errors import ConfigError, WeightSyncError

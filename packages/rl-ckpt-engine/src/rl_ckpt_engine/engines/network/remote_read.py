@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from rl_ckpt_engine.engines.base.memfd import HEADER_BYTES, PAYLOAD_START, Slot, complete_header
+from rl_ckpt_engine.engines.base.memfd import HEADER_BYTES, PAYLOAD_START, Slot, address_of, complete_header
 from rl_ckpt_engine.engines.base.receive_buffer import Bucket, ReceiveBuffer
 from rl_ckpt_engine.payload.block_stream import Deadline
 from rl_ckpt_engine.payload.manifest import DIGEST_BYTES, Manifest, decode_struct
@@ -208,8 +208,3 @@ class ReadsRemotely(Generic[T]):
 
     def _pull(self, manifest: Manifest, buckets: Sequence[Bucket], deadline: Deadline) -> AsyncGenerator[None]:
         return self._reads.pull(manifest, buckets, deadline)
-
-
-def address_of(memory: Bytes) -> int:
-    """The address of the memory in this process."""
-    return int(memory.__array_interface__["data"][0])

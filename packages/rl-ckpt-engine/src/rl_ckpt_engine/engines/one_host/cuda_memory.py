@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from rl_ckpt_engine.engines.base.memfd import address_of
 from rl_protocol.errors import ConfigError, WeightSyncError
 
 HANDLE_BYTES = 64
@@ -100,10 +101,10 @@ class CudaDevice:
             self._do("cudaIpcCloseMemHandle", address)
 
     def write(self, address: int, data: Bytes) -> None:
-        self._copy(address, _address(data), data.nbytes, self._cuda.cudaMemcpyKind.cudaMemcpyHostToDevice)
+        self._copy(address, address_of(data), data.nbytes, self._cuda.cudaMemcpyKind.cudaMemcpyHostToDevice)
 
     def read(self, address: int, into: Bytes) -> None:
-        self._copy(_address(into), address, into.nbytes, self._cuda.cudaMemcpyKind.cudaMemcpyDeviceToHost)
+        self._copy(address_of(into), address, into.nbytes, self._cuda.cudaMemcpyKind.cudaMemcpyDeviceToHost)
 
     def _copy(self, to: int, of: int, nbytes: int, kind: Any) -> None:
         stream = self._cuda.cudaStreamPerThread
@@ -147,7 +148,3 @@ class OpenedMemory:
         with contextlib.ExitStack() as stack:
             while self._open:
                 stack.callback(self._device.close, self._open.popitem()[1])
-
-
-def _address(data: Bytes) -> int:
-    return int(data.__array_interface__["data"][0])
