@@ -112,5 +112,5 @@ def test_without_a_validation_the_first_step_holds_all_times_of_the_start(tmp_pa
 
 
 def test_the_curve_is_a_png(tmp_path):
-    draw_curve(tmp_path / "c.png", {"accuracy": [(0, 0.3), (5, 0.9)]}, "t")
+    draw_curve(tmp_path / "c.png", {"accuracy": [(0, 0.3), (5, 0.9)]})
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")

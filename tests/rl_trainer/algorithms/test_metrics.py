@@ -14,8 +14,8 @@ def test_masked_statistics_by_hand():
 
 
 def test_clip_ratio_is_against_the_configured_maximum():
-    assert length_stats("response_length", [2, 4, 4], 8)["response_length/clip_ratio"] == 0.0
-    assert length_stats("response_length", [2, 8, 4], 8)["response_length/clip_ratio"] == pytest.approx(1 / 3)
+    assert length_stats([2, 4, 4], 8)["response_length/clip_ratio"] == 0.0
+    assert length_stats([2, 8, 4], 8)["response_length/clip_ratio"] == pytest.approx(1 / 3)
 
 
 def test_explained_variance():

@@ -159,5 +159,5 @@ def test_a_critic_learns_in_bfloat16(model_path, training_batch):
 def test_a_cpu_without_bfloat16_is_named(monkeypatch, caplog, has, said):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": has, "avx2": True})
     with caplog.at_level(logging.WARNING):
-        warn_if_slow("TorchConfig.param_dtype")
+        warn_if_slow()
     assert len(caplog.records) == said

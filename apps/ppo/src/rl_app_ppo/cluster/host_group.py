@@ -103,7 +103,7 @@ def versions() -> dict[str, str]:
     return {"Python": platform.python_version(), "Ray": ray.__version__}
 
 
-async def require_equal_versions(timeout_s: float = _VERSIONS_S) -> None:
+async def require_equal_versions() -> None:
     """Compare the versions of Python and Ray on all nodes with those of this process.
 
     Raises:
@@ -116,10 +116,10 @@ async def require_equal_versions(timeout_s: float = _VERSIONS_S) -> None:
         ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote() for node in nodes
     ]
     try:
-        found = await asyncio.to_thread(ray.get, answers, timeout=timeout_s)
+        found = await asyncio.to_thread(ray.get, answers, timeout=_VERSIONS_S)
     except GetTimeoutError:
         raise WorkerError(
-            f"The nodes of the Ray cluster ({', '.join(nodes.values())}) did not all start a process within {timeout_s:g} s; see "
+            f"The nodes of the Ray cluster ({', '.join(nodes.values())}) did not all start a process within {_VERSIONS_S:g} s; see "
             "'ray status', and the logs of Ray on the nodes."
         ) from None
     except RayError as error:

@@ -40,14 +40,14 @@ def cluster_cpus() -> Cpus:
     return Cpus(nodes, float(ray.available_resources().get("CPU", 0.0)))
 
 
-def free_cpus(timeout_s: float = LOOK_TIMEOUT_S) -> str:
-    """The free CPUs of the cluster, in words; that Ray does not answer, after `timeout_s`."""
+def free_cpus() -> str:
+    """The free CPUs of the cluster, in words, or that Ray does not answer in time."""
     answers = queue.SimpleQueue[Cpus]()
     threading.Thread(target=lambda: answers.put(cluster_cpus()), name="free CPUs", daemon=True).start()
     try:
-        cpus = answers.get(timeout=timeout_s)
+        cpus = answers.get(timeout=LOOK_TIMEOUT_S)
     except queue.Empty:
-        return f"Ray does not say within {timeout_s:g} s which are free"
+        return f"Ray does not say within {LOOK_TIMEOUT_S:g} s which are free"
     return f"{cpus.free:g} of {sum(cpus.per_node):g} are free"
 
 

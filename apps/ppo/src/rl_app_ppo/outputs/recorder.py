@@ -124,7 +124,7 @@ class Recorder:
     def write_curve(self, path: Path) -> None:
         """Draw the curves that have points."""
         if self.validation or self.reward:
-            draw_curve(path, self.curves, "accuracy")
+            draw_curve(path, self.curves)
 
 
 def _fall(first: float, last: float, problems: int) -> str:
@@ -135,8 +135,8 @@ def _fall(first: float, last: float, problems: int) -> str:
     return "it fell"
 
 
-def draw_curve(path: Path, curves: Mapping[str, Sequence[tuple[int, float]]], title: str) -> None:
-    """Draw learning curves as a PNG; each curve is a sequence of (step, value)."""
+def draw_curve(path: Path, curves: Mapping[str, Sequence[tuple[int, float]]]) -> None:
+    """Draw the accuracy as a PNG; each curve is a sequence of (step, value)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # takes half a second to import
     from matplotlib.figure import Figure
 
@@ -145,7 +145,7 @@ def draw_curve(path: Path, curves: Mapping[str, Sequence[tuple[int, float]]], ti
     axes = figure.subplots()
     for name, points in curves.items():
         axes.plot([step for step, _ in points], [value for _, value in points], marker=".", label=name)
-    axes.set(xlabel="step", title=title, ylim=(0, 1))
+    axes.set(xlabel="step", title="accuracy", ylim=(0, 1))
     axes.grid(alpha=0.3)
     axes.legend()
     with writing(path):

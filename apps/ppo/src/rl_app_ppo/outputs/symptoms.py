@@ -71,8 +71,8 @@ def _of_rewards(last: Sequence[Metrics], *, first_step: bool, reward: str) -> di
     across prompts, it takes the first step of a run, or several in a row.
     """
     newest = last[-1]
-    same = [_all_same(metrics, "critic/score") for metrics in last]
-    nothing = newest.get("critic/score/equal_groups") == 1.0 and _all_zero(newest, "critic/advantages")
+    same = [_all_scores_equal(metrics) for metrics in last]
+    nothing = newest.get("critic/score/equal_groups") == 1.0 and _no_advantages(newest)
     always = same[-1] and (first_step or (len(last) >= STEPS and all(same[-STEPS:])))
     if not nothing and not always:
         return {}
@@ -240,10 +240,10 @@ def _of_divergence(last: Sequence[Metrics], target: float | None) -> dict[str, s
     }
 
 
-def _all_zero(metrics: Metrics, name: str) -> bool:
-    return metrics.get(f"{name}/max") == 0.0 == metrics.get(f"{name}/min")
+def _no_advantages(metrics: Metrics) -> bool:
+    return metrics.get("critic/advantages/max") == 0.0 == metrics.get("critic/advantages/min")
 
 
-def _all_same(metrics: Metrics, name: str) -> bool:
-    lowest = metrics.get(f"{name}/min")
-    return lowest is not None and lowest == metrics.get(f"{name}/max")
+def _all_scores_equal(metrics: Metrics) -> bool:
+    lowest = metrics.get("critic/score/min")
+    return lowest is not None and lowest == metrics.get("critic/score/max")

@@ -16,9 +16,9 @@ _CLOSE_TIMEOUT_S = 30.0
 class LoopThread:
     """Runs coroutines on one loop. It runs when constructed; `close` ends it."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rl-rollout-vllm", daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:

@@ -62,7 +62,7 @@ class VLLMRolloutEngine:
         self._model = model
         self._closed = False
         self._active = ActiveWeights()
-        self._loop = LoopThread("rl-rollout-vllm")
+        self._loop = LoopThread()
         try:
             self._client = self._loop.run(_start(start, config, model), config.start_timeout_s)
         except BaseException:

@@ -293,7 +293,7 @@ def batch_metrics(
         **stats("critic/advantages", advantages, mask),
         **stats("critic/returns", returns, mask),
         **stats("prompt_length", prompt_lengths),
-        **length_stats("response_length", responses.lengths, response_length),
+        **length_stats(responses.lengths, response_length),
         "perf/total_num_tokens": float(prompt_lengths.sum() + responses.lengths.sum()),
     }
     if "values" in data:

@@ -21,12 +21,12 @@ def stats(name: str, values: npt.ArrayLike, mask: npt.NDArray[np.bool_] | None =
     }
 
 
-def length_stats(name: str, lengths: npt.ArrayLike, longest_allowed: int) -> dict[str, float]:
-    """Statistics of lengths in tokens, and `name/clip_ratio`: the fraction at the maximum."""
+def length_stats(lengths: npt.ArrayLike, longest_allowed: int) -> dict[str, float]:
+    """Statistics of the lengths of responses, and `clip_ratio`: the fraction at the maximum."""
     array = np.asarray(lengths, dtype=np.int64)
-    out = stats(name, array)
+    out = stats("response_length", array)
     if array.size:
-        out[f"{name}/clip_ratio"] = float((array >= longest_allowed).mean())
+        out["response_length/clip_ratio"] = float((array >= longest_allowed).mean())
     return out
 
 

@@ -106,10 +106,10 @@ def _add_gradient(weight: torch.nn.Parameter, copy: torch.Tensor) -> None:
         weight.grad.add_(gradient)
 
 
-def warn_if_slow(setting: str) -> None:
+def warn_if_slow() -> None:
     """Log a warning where the CPU has no instructions for bfloat16."""
     if not any(has for name, has in torch.cpu.get_capabilities().items() if "bf16" in name):
         _logger.warning(
-            "%s=bfloat16 is slower than float32 on this CPU, which has no bfloat16 instructions (avx512_bf16, amx_bf16).",
-            setting,
+            "TorchConfig.param_dtype=bfloat16 is slower than float32 on this CPU, which has no bfloat16 instructions "
+            "(avx512_bf16, amx_bf16)."
         )

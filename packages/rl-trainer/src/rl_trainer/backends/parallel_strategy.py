@@ -84,7 +84,7 @@ class PlainStrategy:
         blocks = _blocks(model, layers) if self._config.activation_checkpointing else []
         if half:
             if self.device.type == "cpu":
-                warn_if_slow("TorchConfig.param_dtype")
+                warn_if_slow()
             weights = ComputeWeights(model, torch.bfloat16)
             for block in blocks:
                 block.forward = weights.forward_of(block)

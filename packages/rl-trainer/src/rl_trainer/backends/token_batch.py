@@ -287,9 +287,7 @@ class _Images:
         }
 
 
-def image_inputs(
-    patches: AnyArray, grids: AnyArray, ids: IntArray, token: int, device: torch.device = CPU
-) -> dict[str, torch.Tensor]:
+def image_inputs(patches: AnyArray, grids: AnyArray, ids: IntArray, token: int) -> dict[str, torch.Tensor]:
     """Image arguments of a model of the Qwen2-VL family.
 
     Args:
@@ -297,12 +295,11 @@ def image_inputs(
         grids: int64 [images, 3].
         ids: [N, L]; ids equal to `token` stand for the images.
         token: placeholder of an image.
-        device: of the model.
     """
     return {
-        "pixel_values": torch.tensor(patches, device=device),
-        "image_grid_thw": torch.tensor(grids, device=device),
-        "mm_token_type_ids": torch.from_numpy((ids == token).astype(np.int32)).to(device),
+        "pixel_values": torch.tensor(patches),
+        "image_grid_thw": torch.tensor(grids),
+        "mm_token_type_ids": torch.from_numpy((ids == token).astype(np.int32)),
     }
 
 

@@ -56,8 +56,6 @@ class TorchCriticBackend:
             are 0.
         rollout_n: responses per prompt; a mini-batch has ppo_mini_batch_size * rollout_n of them.
         seed: run seed, for the order of mini-batches and fresh adapters.
-        forward_rows: responses per forward pass when no gradient is needed; 0: as many as have
-            PASS_TOKENS tokens.
         strategy: how the model is spread over ranks; None: it is in this process.
     """
 
@@ -69,7 +67,6 @@ class TorchCriticBackend:
         lora: LoraConfig | None = None,
         rollout_n: int,
         seed: int,
-        forward_rows: int = 0,
         strategy: ParallelStrategy | None = None,
     ) -> None:
         self._strategy = strategy or PlainStrategy()
@@ -86,7 +83,7 @@ class TorchCriticBackend:
         self._schedule = config.schedule(rollout_n, seed)
         self._objective = ValueObjective(config)
         world = self._strategy.world
-        self._forward = ForwardPasses.of(world, config, forward_rows)
+        self._forward = ForwardPasses.of(world, config, max_rows=0)
         self._optimizer = MiniBatchOptimizer(
             self._model, config.optim, ForwardPasses.of(world, config), offload=self._strategy.optimizer_offload
         )

@@ -65,9 +65,9 @@ def _check_call(signature: inspect.Signature, name: str, environment: Mapping[st
         )
 
 
-def written_at(name: str, environment: Mapping[str, str] = os.environ) -> str:
+def written_at(name: str) -> str:
     """The name, with file and line of a function of a file, `path.py:function`."""
-    place = find_object(name, KEY, environment) if ":" in name else ""
+    place = find_object(name, KEY) if ":" in name else ""
     return f"{name} ({place})" if place else name
 
 
