@@ -271,3 +271,62 @@ def test_resuming_what_was_never_paused_changes_nothing() -> None:
     asyncio.run(receiver.resume(T))
     asyncio.run(receiver.resume(T))
     assert receiver.admitting
+
+
+class OneAtATime(NaiveEngine):
+    """Its first call hangs until it is cancelled; counts the calls that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = self.running = self.most = 0
+        self.begun = asyncio.Event()
+
+    async def receive_weights(self, manifest: Manifest, *, timeout_s: float) -> list[WeightTensor]:
+        self.calls += 1
+        self.running += 1
+        self.most = max(self.most, self.running)
+        self.begun.set()
+        try:
+            if self.calls == 1:
+                await asyncio.Event().wait()
+            return await super().receive_weights(manifest, timeout_s=timeout_s)
+        finally:
+            self.running -= 1
+
+
+def test_a_call_whose_caller_is_gone_is_stopped_by_the_next_one() -> None:
+    engine, sink = OneAtATime(), Sink(model(0))
+    sender, receiver = SenderEndpoint(NaiveEngine(), Source(model(1))), ReceiverEndpoint(engine, sink, name="r0")
+
+    async def run() -> None:
+        data = (await sender.send(1, T)).manifest
+        left = asyncio.create_task(receiver.receive(data, T))
+        await engine.begun.wait()
+        await receiver.receive(data, T)
+        with pytest.raises(WeightSyncError, match="a later call stopped this one"):
+            await asyncio.wait_for(left, T)
+        assert await receiver.activate(1, T) == 1
+
+    asyncio.run(run())
+    assert (engine.most, sink.weight_version) == (1, 1)
+    sender.close()
+    receiver.close()
+
+
+def test_a_cancelled_receive_is_cancelled_and_leaves_room_for_the_next_one() -> None:
+    engine = OneAtATime()
+    sender, receiver = SenderEndpoint(NaiveEngine(), Source(model(1))), ReceiverEndpoint(engine, Sink(model(0)))
+
+    async def run() -> None:
+        data = (await sender.send(1, T)).manifest
+        left = asyncio.create_task(receiver.receive(data, T))
+        await engine.begun.wait()
+        left.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await left
+        assert engine.running == 0
+        assert (await receiver.receive(data, T)).version == 1
+
+    asyncio.run(run())
+    sender.close()
+    receiver.close()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from typing import TypeAlias, cast
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeAlias, TypeVar, cast
 
 import msgspec
 
@@ -24,6 +24,7 @@ from rl_protocol.batch.weight_tensor import WeightTensor
 from rl_protocol.errors import WeightSyncError
 from rl_protocol.ports import Memory, WeightReceiver
 
+T = TypeVar("T")
 _TORN = "may hold weights of two versions because a load failed midway"
 
 
@@ -53,6 +54,9 @@ class ReceiverEndpoint(EngineEndpoint):
     declares `shares`, a sink that declares `adopts` uses the tensors in place, unless they are in a
     buffer of the receiver and the sink declares `drops_weights`.
 
+    The engine does one thing at a time. A call that still runs when the next one arrives, since its
+    caller did not wait for it, is stopped first.
+
     Args:
         engine: used by this endpoint only and closed with it.
         sink: must copy the tensors it loads (except those it adopts): the sender overwrites their
@@ -74,6 +78,7 @@ class ReceiverEndpoint(EngineEndpoint):
         self._behind = False
         self._unfit = ""  # why the weights can't be used; empty: they can
         self._watch: Callable[[], None] | None = None  # checks weights that the sink uses in place
+        self._running: asyncio.Future[Any] | None = None  # the last call of the engine
 
     @property
     def name(self) -> str:
@@ -100,8 +105,9 @@ class ReceiverEndpoint(EngineEndpoint):
         Raises:
             WeightSyncError: the engine can't.
         """
+        await self._stop_running(timeout_s)
         self._staged = None
-        await self._engine.prefetch(version, timeout_s=timeout_s)
+        await self._run(self._engine.prefetch(version, timeout_s=timeout_s))
 
     @operation
     async def receive(self, manifest: bytes, timeout_s: float) -> ReceiveAck:
@@ -113,6 +119,7 @@ class ReceiverEndpoint(EngineEndpoint):
                 CheckpointEngine.receive_weights. The active weights stay.
         """
         start = time.monotonic()
+        await self._stop_running(timeout_s)
         self._staged = None
         wanted = Manifest.decode(manifest)
         if wanted.engine != self._engine.name:
@@ -131,7 +138,7 @@ class ReceiverEndpoint(EngineEndpoint):
             )
         if self._engine.capabilities.elastic:
             self._join(wanted.sender)
-        weights = await self._engine.receive_weights(wanted, timeout_s=timeout_s)
+        weights = await self._run(self._engine.receive_weights(wanted, timeout_s=timeout_s))
         self._staged = (wanted, weights)
         return ReceiveAck(
             version=wanted.version,
@@ -233,7 +240,8 @@ class ReceiverEndpoint(EngineEndpoint):
         Raises:
             WeightSyncError: that version is not active or is gone, or the engine has no cache.
         """
-        manifest = await self._engine.republish(timeout_s=timeout_s)
+        await self._stop_running(timeout_s)
+        manifest = await self._run(self._engine.republish(timeout_s=timeout_s))
         if manifest.version != self._sink.weight_version:
             raise WeightSyncError(
                 f"Replica {self._name!r} has received version {manifest.version}, which is not active."
@@ -244,6 +252,24 @@ class ReceiverEndpoint(EngineEndpoint):
         """Drop received weights and close the engine; safe to call twice."""
         self._staged = None
         self._engine.close()
+
+    async def _stop_running(self, timeout_s: float) -> None:
+        """Stop a call of the engine whose caller is gone."""
+        while self._running is not None and not self._running.done():
+            self._running.cancel()
+            if not (await asyncio.wait([self._running], timeout=timeout_s))[0]:
+                raise WeightSyncError(f"Replica {self._name!r}: a former call did not stop within {timeout_s:g} s.")
+
+    async def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a call of the engine until it is done, or a later one stops it."""
+        self._running = task = asyncio.ensure_future(work)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if caller is not None and caller.cancelling():
+                raise
+            raise WeightSyncError(f"Replica {self._name!r}: a later call stopped this one.") from None
 
     def _join(self, sender: bytes) -> None:
         if sender != self._sender:
