@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from dataclasses import replace
@@ -263,3 +264,23 @@ def test_importing_pulls_in_nothing_heavy_and_loads_no_plug_in() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
+
+
+class BrokenEngine(NaiveEngine):
+    """A user's engine, whose `create` is that of the base class."""
+
+    API_VERSION: ClassVar[int] = 1
+    name: ClassVar[str] = "broken"
+
+    def __init__(self, config: CheckpointEngineConfig | None = None) -> None:
+        super().__init__(config)
+        raise OSError("no such device")
+
+
+@pytest.mark.parametrize("name", ["broken", "delta-broken"])
+def test_an_engine_that_can_t_be_created_is_named_with_the_line(monkeypatch, name) -> None:
+    monkeypatch.setitem(rl_ckpt_engine.registry._REGISTERED, "broken", BrokenEngine)
+    line = inspect.getsourcelines(BrokenEngine.__init__)[1] + 2
+    text = rf"The engine '{name}' can't be created: OSError: no such device \({__file__}:{line}\)\. .*\.backend"
+    with pytest.raises(ConfigError, match=text):
+        CheckpointEngineRegistry().create(name)

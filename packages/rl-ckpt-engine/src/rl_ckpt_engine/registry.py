@@ -13,7 +13,7 @@ from rl_ckpt_engine.config import CheckpointEngineConfig
 from rl_ckpt_engine.engines.contract import ENGINE_API_VERSION, Capabilities, CheckpointEngine
 from rl_ckpt_engine.plugins import PluginPolicy, entry_points, load_plugin, load_policy, plugin_names
 from rl_ckpt_engine.sync.manager import CheckpointEngineManager
-from rl_protocol.errors import ConfigError
+from rl_protocol.errors import ConfigError, RLError, located_error
 from rl_protocol.support.plugins import owner
 
 ENTRY_POINT_GROUP = "rl_ckpt_engine.backends"
@@ -139,9 +139,9 @@ class CheckpointEngineRegistry:
         """Create an engine of that name.
 
         Raises:
-            ConfigError: see `get` and CheckpointEngine.create.
+            ConfigError: see `get` and `create_engine`.
         """
-        return self.get(name).create(CheckpointEngineConfig() if config is None else config)
+        return create_engine(self.get(name), CheckpointEngineConfig() if config is None else config)
 
     def manager(self, config: CheckpointEngineConfig) -> type[CheckpointEngineManager]:
         """The manager's class: CheckpointEngineManager, or the plug-in
@@ -170,6 +170,23 @@ class CheckpointEngineRegistry:
         if self._policy is None:
             self._policy = load_policy()
         return self._policy
+
+
+def create_engine(engine: type[CheckpointEngine], config: CheckpointEngineConfig) -> CheckpointEngine:
+    """Create an engine of that class.
+
+    Raises:
+        ConfigError: see CheckpointEngine.create; or the class raised another exception.
+    """
+    try:
+        return engine.create(config)
+    except RLError:
+        raise
+    except Exception as error:  # boundary to user code, which may raise anything
+        raise ConfigError(
+            f"The engine {engine.name!r} can't be created: {located_error(error, 'rl_ckpt_engine')}. Repair it, or set "
+            "CheckpointEngineConfig.backend to another."
+        ) from error
 
 
 def _name(offered: object, name: str) -> None:

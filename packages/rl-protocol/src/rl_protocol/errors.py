@@ -50,23 +50,27 @@ def message_of(error: BaseException) -> str:
         return f"its __str__ raised {type(raised).__name__}"
 
 
-def located_error(error: BaseException) -> str:
-    """Kind, message and place of an exception of user code."""
-    place = place_of_error(error)
+def located_error(error: BaseException, package: str = "") -> str:
+    """Kind, message and place of an exception of user code; for `package` see `place_of_error`."""
+    place = place_of_error(error, package)
     return f"{described_error(error)} ({place})" if place else described_error(error)
 
 
-def place_of_error(error: BaseException) -> str:
+def place_of_error(error: BaseException, package: str = "") -> str:
     """Where user code raised an exception, as `path.py:3`: the innermost line in the file of the
     function that was called. Empty: the call itself failed.
 
-    User code is what the module that caught the exception has called.
+    User code is what the module that caught the exception has called. Where that is a class whose
+    methods may be those of a base class in `package`, it is what the modules of `package` called.
     """
-    frames = traceback.extract_tb(error.__traceback__)
-    own = frames[0].filename if frames else ""
-    called = [one for one in frames if one.filename != own and "importlib" not in one.filename]
-    lines = [one.lineno for one in called if one.filename == called[0].filename]
-    return f"{called[0].filename}:{lines[-1]}" if called else ""
+    frames = [(one.f_code.co_filename, line, one.f_globals) for one, line in traceback.walk_tb(error.__traceback__)]
+    called = [
+        (file, line)
+        for file, line, names in frames
+        if file != frames[0][0] and "importlib" not in file and names.get("__name__", "").split(".")[0] != package
+    ]
+    lines = [line for file, line in called if file == called[0][0]]
+    return f"{called[0][0]}:{lines[-1]}" if called else ""
 
 
 class RLError(Exception):

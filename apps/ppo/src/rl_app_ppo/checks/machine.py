@@ -11,6 +11,7 @@ from rl_app_ppo.config.placement import rollout_in_actor
 from rl_app_ppo.config.schema import LOCAL, AppConfig
 from rl_app_ppo.rank_network import RankNetwork, listening_in
 from rl_ckpt_engine import CheckpointEngine
+from rl_ckpt_engine.registry import create_engine
 from rl_protocol import ConfigError
 from rl_protocol.counted import counted
 from rl_protocol.support.network_interface import find_interface
@@ -92,7 +93,7 @@ def check_hosts(config: AppConfig, engine: type[CheckpointEngine]) -> None:
     check_engine_of_hosts(config, engine)
     if _sends(config) and "cpu" in engine.capabilities.devices:
         try:
-            engine.create(listening_in(_network(config), config.checkpoint_engine)).close()
+            create_engine(engine, listening_in(_network(config), config.checkpoint_engine)).close()
         except ConfigError as error:
             raise ConfigError(f"{several}: {error}") from error
 

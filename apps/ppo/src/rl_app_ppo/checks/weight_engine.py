@@ -8,6 +8,7 @@ from rl_ckpt_engine import (
     CheckpointEngineRegistry,
     PluginPolicy,
 )
+from rl_ckpt_engine.registry import create_engine
 from rl_protocol import ConfigError
 
 
@@ -33,5 +34,5 @@ def check_sync(
             "shm, or set placement=fused."
         )
     if "cpu" in engine.capabilities.devices:  # the driver may have no GPU
-        engine.create(config).close()
+        create_engine(engine, config).close()
     return engine

@@ -13,6 +13,7 @@ from rl_ckpt_engine import (
     ReceiverEndpoint,
 )
 from rl_ckpt_engine.endpoints.operations import Endpoint
+from rl_ckpt_engine.registry import create_engine
 from rl_protocol import WorkerError
 from rl_protocol.batch.weight_tensor import WeightTensor
 from rl_protocol.ports import WeightCapabilities
@@ -24,7 +25,7 @@ def make_engine(config: CheckpointEngineConfig, plugins: PluginPolicy) -> Checkp
     Raises:
         ConfigError: the engine does not exist or may not be loaded, or a setting is missing.
     """
-    return CheckpointEngineRegistry(plugins).resolve(config).create(config)
+    return create_engine(CheckpointEngineRegistry(plugins).resolve(config), config)
 
 
 class AdapterSource(Protocol):
