@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from forked import in_a_fork
 from polling import until_async
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
@@ -28,6 +30,7 @@ from rl_protocol.wire import plan
 from rl_transferqueue import LocalPlane, PlaneDescriptor, TransferQueueConfig, connect, start_local_plane
 from rl_transferqueue.controller.column_counters import ColumnCounters
 from rl_transferqueue.launch.find_plane import DESCRIPTOR_VARIABLE, find_plane, running_planes
+from rl_transferqueue.observe import prometheus
 from rl_transferqueue.observe.cli import look, main
 from rl_transferqueue.observe.prometheus import metered, serve_metrics
 from rl_transferqueue.observe.status import describe
@@ -353,6 +356,30 @@ def test_a_process_meters_its_own_calls_on_any_plane() -> None:
     assert value("rl_tq_client_seconds_count", operation="get") == 3
     assert value("rl_tq_client_seconds_count", operation="wait_ready") == 1
     assert value("rl_tq_client_errors_total", operation="get", error="MissingDataError") == 1
+
+
+def test_a_fork_meters_though_another_thread_was_beginning_to(monkeypatch) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow(prometheus._CallMetrics):
+        def __init__(self, registry: CollectorRegistry) -> None:
+            begun.set()
+            if threading.current_thread() is meters:
+                assert go_on.wait(60)
+            super().__init__(registry)
+
+    def meter() -> None:
+        metered(MemoryDataPlane(), CollectorRegistry())
+
+    monkeypatch.setattr(prometheus, "_CallMetrics", Slow)
+    meters = threading.Thread(target=meter)
+    meters.start()
+    try:
+        assert begun.wait(60)
+        assert in_a_fork(meter) == "None"
+    finally:
+        go_on.set()
+        meters.join(60)
 
 
 def test_every_call_of_the_port_is_metered() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -222,12 +223,13 @@ class _CallMetrics:
 
 
 _of_registry: WeakKeyDictionary[CollectorRegistry, _CallMetrics] = WeakKeyDictionary()
-_lock = threading.Lock()
+_locks: dict[int, threading.Lock] = {}
+"""One for each process, as a fork could find a lock taken for ever."""
 
 
 def _call_metrics(registry: CollectorRegistry) -> _CallMetrics:
     """The metrics that the registry has; the first call adds them."""
-    with _lock:
+    with _locks.setdefault(os.getpid(), threading.Lock()):
         if registry not in _of_registry:
             _of_registry[registry] = _CallMetrics(registry)
         return _of_registry[registry]
