@@ -118,6 +118,9 @@ def test_an_answer_changes_no_advantage_and_no_metric_of_the_responses(name):
     assert mixed.ragged("loss_mask").values.all()
     for about in ("critic/score/mean", "critic/acc/mean", "critic/advantages/max", "training/rollout_probs_diff_mean"):
         assert metrics[about] == expected[about]
+    of_lengths = [name for name in expected if name.startswith("response_length/")]
+    assert {name: metrics[name] for name in of_lengths} == {name: expected[name] for name in of_lengths}
+    assert len(of_lengths) == 4
     assert metrics["demonstration/score/mean"] == pytest.approx(float(data.dense("scores").values[given].mean()))
 
 
@@ -158,4 +161,5 @@ def test_answers_alone_have_no_reward():
     columns, metrics, *_ = estimate_advantages(meta, data, dataclasses.replace(settings(), algorithm=SFT))
     assert columns.ragged("ce_weights").values.tolist() == [1.0] * int(lengths.sum())
     assert "critic/score/mean" not in metrics
+    assert "response_length/mean" not in metrics
     assert metrics["demonstration/score/max"] == pytest.approx(float(data.dense("scores").values.max()))

@@ -58,9 +58,9 @@ def step_line(step: int, total: int, metrics: Mapping[str, float], left_s: float
     `kl` is the divergence from the reference, nats per token; absent without a reference. `ent`,
     the entropy, is absent where no pass computed it: the critic warms up, and old log-probs are the
     engine's. `ce` is the cross-entropy of the data's answers, nats per token; where these are all
-    that is trained on, there is no reward. After the seconds of the step come its tokens per second
-    and the shares of its two longest stages. If the line is too long, it leaves out the first ones
-    of SPARE.
+    that is trained on, there is no reward and no `len`. After the seconds of the step come its
+    tokens per second and the shares of its two longest stages. If the line is too long, it leaves
+    out the first ones of SPARE.
 
     Args:
         step: number of the step.
@@ -76,7 +76,7 @@ def step_line(step: int, total: int, metrics: Mapping[str, float], left_s: float
         "reward": _part("reward", metrics, "critic/score/mean", "6.3f"),
         "acc": _part("acc", metrics, "critic/acc/mean", ".3f"),
         "ce": _part("ce", metrics, "actor/ce_loss", ".4f"),
-        "len": f"len {metrics.get('response_length/mean', 0.0):5.1f}",
+        "len": _part("len", metrics, "response_length/mean", "5.1f"),
         "kl": "" if kl is None else f"kl {kl:z.4f}",
         "ent": _part("ent", metrics, "actor/entropy", ".3f"),
         "s": f"{metrics.get('timing_s/step', 0.0):5.2f} s",

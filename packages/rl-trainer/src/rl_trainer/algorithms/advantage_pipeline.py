@@ -90,11 +90,13 @@ def estimate_advantages(batch: KVBatchMeta, data: BatchData, settings: Advantage
         columns["chosen_tokens"] = RaggedColumn(
             _chosen_tokens(_with_policy_loss(inputs, coefs.rl), advantages, settings), offsets, "bool"
         )
-    final, demonstrations = _rows_by_origin(inputs.episodes.final_row, given, offsets)
+    own = row_sums(given.astype(np.float64), offsets) == 0
+    final, demonstrations = _rows_by_origin(inputs.episodes.final_row, own)
     rewards = scores.copy()
     if penalty is not None:
         rewards[inputs.episodes.final_row] += inputs.episodes.sums(inputs.gather(penalty))
-    metrics |= kl_metrics | batch_metrics(data, mask, rewards, advantages, returns, settings.response_length, final)
+    metrics |= kl_metrics | batch_metrics(data, mask, rewards, advantages, returns, final)
+    metrics |= length_stats(data.ragged("responses").lengths[own], settings.response_length)
     metrics |= _gap_metrics(data, generated)
     metrics |= _equal_groups([inputs.keys[row].uid for row in final], scores[final])
     metrics |= stats("demonstration/score", scores[demonstrations])
@@ -202,10 +204,9 @@ def _observed(data: BatchData, trained: BoolArray) -> BoolArray:
     return ~trained & data.ragged("observation").values.astype(np.bool_)
 
 
-def _rows_by_origin(final: IntArray, given: BoolArray, offsets: IntArray) -> tuple[IntArray, IntArray]:
-    """The rows of `final` that the policy generated, and those that the data gave."""
-    own = row_sums(given.astype(np.float64), offsets)[final] == 0
-    return final[own], final[~own]
+def _rows_by_origin(final: IntArray, own: BoolArray) -> tuple[IntArray, IntArray]:
+    """The rows of `final` that the policy generated, and those that the data gave; `own` [N]."""
+    return final[own[final]], final[~own[final]]
 
 
 def _corrected(
@@ -276,7 +277,6 @@ def batch_metrics(
     rewards: FloatArray,
     advantages: FloatArray,
     returns: FloatArray,
-    response_length: int,
     final: IntArray,
 ) -> dict[str, float]:
     """verl's batch metrics, over unmasked tokens only.
@@ -284,7 +284,6 @@ def batch_metrics(
     Scores belong to sessions: `final` [S] are the rows that were scored. `rewards` [N] are scores
     minus the KL penalties of the session.
     """
-    responses = data.ragged("responses")
     prompt_lengths = data.ragged("prompts").lengths
     metrics = {
         **stats("critic/score", data.dense("scores").values[final]),
@@ -293,8 +292,7 @@ def batch_metrics(
         **stats("critic/advantages", advantages, mask),
         **stats("critic/returns", returns, mask),
         **stats("prompt_length", prompt_lengths),
-        **length_stats(responses.lengths, response_length),
-        "perf/total_num_tokens": float(prompt_lengths.sum() + responses.lengths.sum()),
+        "perf/total_num_tokens": float(prompt_lengths.sum() + data.ragged("responses").lengths.sum()),
     }
     if "values" in data:
         metrics |= stats("critic/values", _flat(data, "values"), mask)
