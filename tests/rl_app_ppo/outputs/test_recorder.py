@@ -74,6 +74,17 @@ def test_one_accuracy_is_compared_with_nothing(training, validation, words, tmp_
     assert recorder.outcome() == words
 
 
+def test_the_accuracy_of_kept_prompts_says_so_and_is_not_judged(tmp_path):
+    recorder, _ = _recorder(tmp_path, [])
+    kept = "training accuracy of the prompts that filter_groups kept"
+    for step, accuracy in ((1, 0.5), (2, 0.45)):
+        recorder.on_step(step, {"critic/acc/mean": accuracy, "training/filter_groups/prompts_kept": 8.0})
+        assert recorder.outcome() == (f"{kept} 0.500" if step == 1 else f"{kept} 0.500 -> 0.450")
+    for step in (2, 3):
+        recorder.remember(step, {"val-core/x/acc/mean@1": 0.25})
+    assert recorder.outcome().startswith("validation accuracy 0.250 -> 0.250: nothing was learned")
+
+
 class Sink:
     def __init__(self):
         self.lines = []

@@ -42,6 +42,9 @@ class Recorder:
         """The first step of this process, and the time of its end."""
         self.reward: list[tuple[int, float]] = []
         self.validation: list[tuple[int, float]] = []
+        self._filtered = False
+        """Whether `reward` is of the prompts that dynamic sampling kept, whose responses differ in
+        their scores: it does not tell what was learned."""
         self.problems: dict[str, int] = {}
         """Problems of a point of the curves "validation" and "training"; absent: not known."""
 
@@ -95,23 +98,27 @@ class Recorder:
             self.validation.append((step, accuracy))
         if "critic/acc/mean" in metrics:
             self.reward.append((step, metrics["critic/acc/mean"]))
+            self._filtered = "training/filter_groups/prompts_kept" in metrics
         return accuracy
 
     def outcome(self) -> str:
         """One line with the first and last accuracy, of validation if there were two of them."""
         failures = self._warnings.reward_failures
         lost = f"; reward.function failed on {counted(failures, 'response')}" if failures else ""
-        compared = "validation" if len(self.validation) > 1 else "training"
-        curve = self.validation if compared == "validation" else self.reward
+        validated = len(self.validation) > 1
+        curve, of = (self.validation, "validation") if validated else (self.reward, "training")
+        label = f"{of} accuracy"
+        if self._filtered and not validated:
+            label += " of the prompts that filter_groups kept"
         after = f"validation accuracy {self.validation[-1][1]:.3f}" if len(self.validation) == 1 else ""
         if len(curve) < 2:
-            one = f"training accuracy {curve[0][1]:.3f}" if curve else ""
+            one = f"{label} {curve[0][1]:.3f}" if curve else ""
             return (", ".join(filter(None, (one, after))) or "no step was done") + lost
         (_, first), (_, last) = curve[0], curve[-1]
-        line = ", ".join(filter(None, (f"{compared} accuracy {first:.3f} -> {last:.3f}", after)))
-        if last > first:
+        line = ", ".join(filter(None, (f"{label} {first:.3f} -> {last:.3f}", after)))
+        if last > first or (self._filtered and not validated):
             return line + lost
-        verdict = "nothing was learned" if last == first else _fall(first, last, self.problems.get(compared, 0))
+        verdict = "nothing was learned" if last == first else _fall(first, last, self.problems.get(of, 0))
         advice = (
             "see the warnings above" if self._warnings.seen else "look at reward.function, actor.optim.lr and samples/"
         )
