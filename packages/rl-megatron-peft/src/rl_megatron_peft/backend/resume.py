@@ -35,7 +35,7 @@ from rl_megatron_peft.backend.train.optimizer import MOMENTS
 from rl_megatron_peft.errors import bad_file
 from rl_megatron_peft.peft.checkpoint_folders import FORMAT, MANIFEST, fsync_tree, refuse_unless_resumable
 from rl_protocol import OutputError
-from rl_protocol.support.disk_writes import fsync
+from rl_protocol.support.disk_writes import fsync, write_errors
 from rl_protocol.support.temporary_folders import temporary_folder
 
 TENSORS = "dist_ckpt"
@@ -190,11 +190,7 @@ def _writing(learner: MegatronLearner[Any], path: Path, work: Callable[[], str |
     """Call `work`, which writes files of the checkpoint `path`, on the first rank alone."""
 
     def write() -> str | None:
-        try:
+        with write_errors(path, "The checkpoint", "Free some space there, or write it to another folder."):
             return work()
-        except OutputError:
-            raise
-        except OSError as error:
-            raise OutputError(f"The checkpoint can't be written to {path}: {error}", path=str(path)) from error
 
     return on_first_rank(write, path, learner.ranks.device)

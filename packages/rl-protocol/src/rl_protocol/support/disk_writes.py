@@ -30,4 +30,5 @@ def write_errors(path: Path, what: str, remedy: str) -> Generator[None]:
     except OutputError:
         raise
     except OSError as error:
-        raise OutputError(f"{what} can't be written to {path}: {error.strerror or error}. {remedy}") from error
+        message = f"{what} can't be written to {path}: {error.strerror or error}. {remedy}"
+        raise OutputError(message, path=str(path)) from error
