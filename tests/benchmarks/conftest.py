@@ -25,9 +25,9 @@ def bench_group() -> None:
 def script() -> Callable[..., str]:
     """Run a benchmark script; return what it printed, or fail with all of it."""
 
-    def run(name: str, *arguments: str, expect: int = 0) -> str:
+    def run(name: str, *arguments: str, expect: int = 0, timeout_s: float = 800) -> str:
         command = [sys.executable, str(BENCHMARKS / name), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
         assert done.returncode == expect, f"{name} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 

@@ -82,7 +82,7 @@ def test_each_direction_of_the_link_takes_the_delay_and_loses_nothing():
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_delay_of_20_ms_changes_no_parameter(app, base_model, tmp_path, monkeypatch, layout):
     settings = (*DEMO, *LAYOUTS[layout])
