@@ -14,6 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from rl_protocol.errors import UNREADABLE, ConfigError, PlaneLostError, PlaneTimeout, WireError
+from rl_protocol.support.host.tcp_peers import notice_dead_peer
 from rl_transferqueue.transport.addresses import split_endpoint
 from rl_transferqueue.transport.bulk_protocol import (
     CHUNK,
@@ -28,7 +29,6 @@ from rl_transferqueue.transport.bulk_protocol import (
     as_lifeline,
     client_proof,
     frame_length,
-    prepare,
     server_proof,
 )
 from rl_transferqueue.transport.plane_secret import HOW_TO_SET, PlaneKey
@@ -148,7 +148,7 @@ def dial(
         raise PlaneTimeout(f"{where} did not answer within {round(timeout_s, 3):g} s.") from None
     except OSError as error:
         raise PlaneLostError(f"{where} can't be reached, or does not run any more: {error}.") from error
-    prepare(peer)
+    notice_dead_peer(peer)
     connection = BulkConnection(peer, name, deadline)
     try:
         greeting = connection.receive_bytes(GREETING_BYTES)

@@ -14,7 +14,7 @@
   frame longer than `MAX_FRAME`, or one that it can't read.
 * A connection that asks for nothing shows that its client lives: its end is the end of the session
   at the controller, and its end is how a client learns that a server is gone. Dead hosts are found
-  by the kernel within `DEAD_AFTER_S`.
+  by the kernel within `DEAD_AFTER_S` (`rl_protocol.support.host.tcp_peers`).
 * The payload of `WriteBlock` is received into the block. If the span is taken back meanwhile, the
   connection ends.
 * Each request names the incarnation of the controller that gave the places in it. A storage unit
@@ -34,6 +34,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from rl_protocol.errors import WireError
+from rl_protocol.support.host.tcp_peers import expect_reader
 from rl_protocol.support.shared_secret import PROOF_BYTES
 from rl_transferqueue.transport.connection_limits import DEFAULT
 from rl_transferqueue.transport.plane_secret import PlaneKey
@@ -48,7 +49,6 @@ GREETING_BYTES = len(MAGIC) + NONCE_BYTES
 INTRODUCTION_BYTES = SESSION_BYTES + NONCE_BYTES + PROOF_BYTES
 VERDICT_BYTES = 1 + PROOF_BYTES
 HANDSHAKE_S = DEFAULT.handshake_s
-DEAD_AFTER_S = 5
 CHUNK = 256 << 10
 """Bytes asked of a socket at once: what arrives is copied while it is still in the cache."""
 _IOV_MAX = 1024
@@ -160,22 +160,12 @@ def _identity(host: str, server: ProcessId) -> bytes:
     return f"{host} {server.pid} {server.start}".encode()
 
 
-def prepare(connection: socket.socket) -> None:
-    """Set the options of a connection: small messages are sent at once, and the end of the peer's
-    host is detected."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, DEAD_AFTER_S - 1)
-
-
 def as_lifeline(connection: socket.socket) -> int:
     """Turn a connection into a descriptor that becomes readable when the peer or its host is gone.
 
     Only for connections without payload: a peer that is slow to read would look dead.
     """
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_AFTER_S * 1000)
+    expect_reader(connection)
     return connection.detach()
 
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from rl_protocol.batch.batch_data import BatchData
 from rl_protocol.errors import UNREADABLE, RLError, WireError
+from rl_protocol.support.host.tcp_peers import notice_dead_peer
 from rl_protocol.support.host_identity import this_host
 from rl_protocol.support.shared_secret import PROOF_BYTES
 from rl_protocol.wire import encode, read_payload
@@ -42,7 +43,6 @@ from rl_transferqueue.transport.bulk_protocol import (
     client_proof,
     frame,
     frame_length,
-    prepare,
     server_proof,
 )
 from rl_transferqueue.transport.connection_limits import DEFAULT, Limits, Stall
@@ -230,7 +230,7 @@ class BulkServer:
 
     # -- inner
     def _accept(self, peer: socket.socket) -> None:
-        prepare(peer)
+        notice_dead_peer(peer)
         connection = Connection(self._reactor, peer, self._limits)
         self._connections.add(connection)
         late = self._reactor.call_later(self._limits.handshake_s, connection.end)

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_ckpt_engine.payload.manifest import DIGEST_BYTES
+from rl_protocol.support.host.tcp_peers import notice_dead_peer
 from rl_protocol.support.shared_secret import PROOF_BYTES, Secret
 
 _log = logging.getLogger(__name__)
@@ -24,7 +25,6 @@ _log = logging.getLogger(__name__)
 MAGIC = b"RLW1"
 NONCE_BYTES = 32
 HANDSHAKE_S = 5.0
-DEAD_AFTER_S = 5
 _PAUSE_S = 0.5
 """Pause after a connection that failed: the process may have no file descriptor or thread left."""
 PIECE_BYTES = 512 << 10
@@ -154,7 +154,7 @@ class Server:
     def _serve(self, peer: socket.socket) -> None:
         try:
             with peer, contextlib.closing(self._new_bucket_sender()) as bucket_sender:
-                set_options(peer)
+                notice_dead_peer(peer)
                 if self._shake_hands(peer):
                     peer.settimeout(None)
                     while self._answer(peer, bucket_sender):
@@ -212,15 +212,3 @@ def _read_exactly(peer: socket.socket, count: int, end: float | None = None) -> 
             return b""
         data += more
     return data
-
-
-def set_options(peer: socket.socket) -> None:
-    """Send small messages immediately, and detect a peer whose host is gone.
-
-    Not by TCP_USER_TIMEOUT: it also ends a connection whose peer reads nothing for a while.
-    """
-    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
-    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, DEAD_AFTER_S - 1)

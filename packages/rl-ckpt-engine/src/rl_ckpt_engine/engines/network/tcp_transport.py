@@ -21,7 +21,6 @@ from rl_ckpt_engine.engines.base.receive_buffer import Bucket
 from rl_ckpt_engine.engines.base.sent_versions import Published
 from rl_ckpt_engine.engines.network.tcp_secret import HOW_TO_SET
 from rl_ckpt_engine.engines.network.tcp_server import (
-    DEAD_AFTER_S,
     FOLLOWS,
     MAGIC,
     NONCE_BYTES,
@@ -32,12 +31,12 @@ from rl_ckpt_engine.engines.network.tcp_server import (
     Bytes,
     Server,
     SocketBucketSender,
-    set_options,
     version_id,
 )
 from rl_ckpt_engine.payload.block_stream import Deadline
 from rl_ckpt_engine.payload.manifest import DIGEST_BYTES, Manifest, decode_struct
 from rl_protocol.errors import WeightSyncError
+from rl_protocol.support.host.tcp_peers import expect_reader, notice_dead_peer
 from rl_protocol.support.host_identity import this_host
 from rl_protocol.support.shared_secret import PROOF_BYTES, Secret
 
@@ -252,9 +251,8 @@ class TcpTransport:
         family = socket.AF_INET6 if ":" in sender.host else socket.AF_INET
         self._connection = peer = socket.socket(family, socket.SOCK_STREAM)
         peer.setblocking(False)
-        set_options(peer)
-        # for requests, which are so short that they wait for nobody
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_AFTER_S * 1000)
+        notice_dead_peer(peer)
+        expect_reader(peer)  # requests are so short that they wait for nobody
         loop = asyncio.get_running_loop()
         await loop.sock_connect(peer, (sender.host, sender.port))
         greeting = await _receive_bytes(peer, len(MAGIC) + NONCE_BYTES)
