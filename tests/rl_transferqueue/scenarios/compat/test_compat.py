@@ -464,6 +464,38 @@ def test_every_process_finds_the_metrics_of_the_plane() -> None:
         urllib.request.urlopen(f"http://{endpoint}/metrics", timeout=60)
 
 
+SETTINGS = """
+import json
+import rl_transferqueue.compat as tq
+
+conf = tq.init({"controller": {"fetch_timeout_s": 9.0}})
+units = conf.backend.SimpleStorage.num_data_storage_units
+sampler = conf.controller.sampler
+print(json.dumps([units, conf["rl_transferqueue"], conf.controller.polling_mode, conf.controller.fetch_timeout_s,
+                  type(sampler).__name__, vars(sampler)["n_samples_per_prompt"]]))
+"""
+
+
+@pytest.mark.usefixtures("no_plane")
+def test_init_returns_the_settings_of_the_plane_that_another_process_started() -> None:
+    own = {"capacity_mb": 32, "segment_mb": 1}
+    tq.init(
+        {
+            "controller": {"sampler": tq.GRPOGroupNSampler(n_samples_per_prompt=2), "fetch_timeout_s": 0.5},
+            "backend": {"SimpleStorage": {"num_data_storage_units": 1}},
+            "rl_transferqueue": own,
+        }
+    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", SETTINGS], capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout) == [1, own, False, 0.5, "GRPOGroupNSampler", 2]
+    finally:
+        tq.close()
+
+
 @pytest.mark.usefixtures("no_plane")
 def test_a_plane_that_has_ended_is_not_attached_to(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"rl_transferqueue": {"capacity_mb": 32, "segment_mb": 1}}

@@ -68,6 +68,9 @@ class Announcement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fetch_timeout_s: float
     metrics: str
     """host:port of the Prometheus endpoint; "" if there is none."""
+    storage_units: int
+    own: dict[str, Any]
+    """The section rl_transferqueue."""
 
 
 class Conf(dict[str, Any]):
@@ -87,7 +90,6 @@ class _Process:
     """The plane and client of this process. A forked child starts empty and attaches itself."""
 
     def __init__(self) -> None:
-        self.pid = os.getpid()
         self.lock = threading.RLock()
         """A fork has its own, as it could find that of its parent taken for ever."""
         self.client: TransferQueueClient | None = None
@@ -96,6 +98,8 @@ class _Process:
         self.notice: ray_discovery.Notice | None = None
         self.metrics_endpoint = ""
         self.sampler: BaseSampler | None = None
+        self.attached: Mapping[str, Any] = {}
+        """Settings of a plane that another process started."""
 
 
 _processes: dict[int, _Process] = {}
@@ -118,7 +122,8 @@ def init(conf: Any = None) -> Conf:
             limits this call too.
 
     Returns:
-        All settings. `controller.zmq_info` is the descriptor as JSON, for TransferQueueClient and
+        All settings; those of the running plane where it was started by another process.
+        `controller.zmq_info` is the descriptor as JSON, for TransferQueueClient and
         StreamingDataset; `metrics.endpoint` is what `get_metrics_endpoint` returns.
 
     Raises:
@@ -135,7 +140,7 @@ def init(conf: Any = None) -> Conf:
         if here.client is None and not _attach(here, deadline):
             _start(here, merged, deadline)
         assert here.client is not None
-        return _told(merged, here.client.descriptor, here.metrics_endpoint)
+        return _told(_merge(merged, here.attached), here.client.descriptor, here.metrics_endpoint)
 
 
 def _told(conf: Conf, descriptor: PlaneDescriptor, endpoint: str) -> Conf:
@@ -181,7 +186,7 @@ def close() -> None:
     with here.lock:
         client, plane, notice = here.client, here.plane, here.notice
         here.client = here.plane = here.notice = here.sampler = None
-        here.metrics_endpoint = ""
+        here.metrics_endpoint, here.attached = "", {}
         if client is not None:
             client.close()
         if plane is not None:
@@ -227,6 +232,11 @@ def _connect(here: _Process, text: str, deadline: float) -> bool:
         logger.info("An announced plane is gone: %s", told.descriptor.controller.address)
         return False
     here.metrics_endpoint = told.metrics
+    here.attached = {
+        "controller": vars(settings),
+        "backend": {"SimpleStorage": {"num_data_storage_units": told.storage_units}},
+        "rl_transferqueue": told.own,
+    }
     return True
 
 
@@ -252,7 +262,14 @@ def _start(here: _Process, conf: Conf, deadline: float) -> None:
             metrics = undo.enter_context(_serve_metrics(plane.descriptor, conf.metrics.port))
             endpoint = metrics.endpoint
         told = Announcement(
-            plane.descriptor, known, sizes, settings.polling_mode, settings.fetch_timeout_s, metrics=endpoint
+            plane.descriptor,
+            known,
+            sizes,
+            settings.polling_mode,
+            settings.fetch_timeout_s,
+            metrics=endpoint,
+            storage_units=conf.backend.SimpleStorage.num_data_storage_units,
+            own=conf["rl_transferqueue"],
         )
         text = msgspec.json.encode(told).decode()
         here.notice = ray_discovery.announce(text, _told(conf, plane.descriptor, endpoint), seconds_until(deadline))
