@@ -12,11 +12,13 @@ from contextlib import contextmanager
 import numpy as np
 
 from rl_protocol import BatchData, dense
-from rl_transferqueue import PlaneDescriptor, TransferQueueConfig
+from rl_transferqueue import LocalPlane, PlaneDescriptor, TransferQueueConfig
+from rl_transferqueue.transport.bulk_client import BulkConnection, dial
 from rl_transferqueue.transport.bulk_server import BulkServer
 from rl_transferqueue.transport.connection_limits import DEFAULT, Limits
 from rl_transferqueue.transport.event_loop import Reactor
 from rl_transferqueue.transport.plane_secret import PlaneKey
+from rl_transferqueue.wire.descriptor import ControllerAddress, UnitAddress
 
 MIB = 1 << 20
 SMALL = TransferQueueConfig(num_storage_units=1, capacity_mb=8, segment_mb=1, listen="127.0.0.2", shared_memory=False)
@@ -25,6 +27,10 @@ NO_KEY = PlaneKey(b"")
 
 def rows_of(value: int, nbytes: int) -> BatchData:
     return BatchData({"x": dense(np.full((1, nbytes), value, np.uint8))})
+
+
+def call_on(plane: LocalPlane, server: ControllerAddress | UnitAddress, session: bytes) -> BulkConnection:
+    return dial(server, plane.descriptor.host, "server", NO_KEY, session, 60)
 
 
 OTHER_CLIENT = """

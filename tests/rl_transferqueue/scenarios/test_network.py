@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from network_helpers import MIB, NO_KEY, SMALL, other_client, rows_of, served
+from network_helpers import MIB, NO_KEY, SMALL, call_on, other_client, rows_of, served
 
 from rl_protocol import BatchData, CapacityTimeout, ConfigError, PlaneLostError, PlaneTimeout, RLError, dense, ragged
 from rl_protocol.errors import WireError
@@ -27,13 +27,11 @@ from rl_transferqueue import Client, LocalPlane, TransferQueueConfig, check_plan
 from rl_transferqueue.client.other_host_memory import RemoteMemory
 from rl_transferqueue.memory.receive_pool import ReceivePool
 from rl_transferqueue.transport.addresses import endpoint, split_endpoint
-from rl_transferqueue.transport.bulk_client import BulkConnection, dial
 from rl_transferqueue.transport.bulk_protocol import MAGIC, ReadRows, Sending, WantedPiece, WriteBlock, Written, frame
 from rl_transferqueue.transport.connection_limits import Limits
 from rl_transferqueue.transport.control_client import ControlClient
 from rl_transferqueue.transport.plane_secret import load_key
 from rl_transferqueue.transport.zmq_link import ZmqLink
-from rl_transferqueue.wire.descriptor import ControllerAddress, UnitAddress
 from rl_transferqueue.wire.messages import Abandon, Done, Hello, Reserve, Reserved
 from rl_transferqueue.wire.spans import most_spare
 
@@ -42,10 +40,6 @@ from rl_transferqueue.wire.spans import most_spare
 def plane() -> Iterator[LocalPlane]:
     with start_local_plane(SMALL) as plane:
         yield plane
-
-
-def call_on(plane: LocalPlane, server: ControllerAddress | UnitAddress, session: bytes) -> BulkConnection:
-    return dial(server, plane.descriptor.host, "server", NO_KEY, session, 60)
 
 
 RESERVE = 2 * most_spare(8 * MIB)

@@ -14,20 +14,19 @@ from typing import Any
 import numpy as np
 import pytest
 from host_helpers import start_client
-from network_helpers import NO_KEY, rows_of
+from network_helpers import NO_KEY, call_on, rows_of
+from successor_helpers import START_S, numbers, restart
 
 from rl_protocol import BatchData, ColumnSpec, ConfigError, PlaneLostError, PlaneTimeout, WireError, dense
 from rl_transferqueue import LocalPlane, TransferQueueConfig, connect, start_local_plane
 from rl_transferqueue.client import client as client_module
 from rl_transferqueue.client.server_watch import CONTROLLER
-from rl_transferqueue.transport.bulk_client import BulkConnection, IncarnationEnded, dial
+from rl_transferqueue.transport.bulk_client import IncarnationEnded
 from rl_transferqueue.transport.bulk_protocol import ReadRows, Sending, WantedPiece, WriteBlock, Written, frame
 from rl_transferqueue.transport.control_client import ControlClient
 from rl_transferqueue.transport.zmq_link import ZmqLink
-from rl_transferqueue.wire.descriptor import ControllerAddress, UnitAddress
 from rl_transferqueue.wire.messages import Clear, Cleared, Done, Hello, Resume, Resumed, Rows, WaitReady
 
-START_S = 120.0
 SESSION = b"\x07remote1"
 
 
@@ -42,19 +41,6 @@ def start(folder: Path, *, shared_memory: bool = False) -> LocalPlane:
         journal_dir=str(folder / "journal"),
     )
     return start_local_plane(config, start_timeout_s=START_S, successor_s=600.0)
-
-
-def numbers(*values: int) -> BatchData:
-    return BatchData({"x": dense(np.array(values))})
-
-
-async def restart(plane: LocalPlane) -> None:
-    os.kill(plane.pids[0], signal.SIGKILL)
-    await asyncio.to_thread(plane.restart_controller, start_timeout_s=START_S)
-
-
-def call_on(plane: LocalPlane, server: ControllerAddress | UnitAddress, session: bytes = SESSION) -> BulkConnection:
-    return dial(server, plane.descriptor.host, "server", NO_KEY, session, 60)
 
 
 @asynccontextmanager
@@ -123,12 +109,12 @@ def test_a_draft_of_the_controller_before_overwrites_no_new_row(tmp_path: Path) 
 def test_a_unit_refuses_requests_that_belong_to_the_controller_before(tmp_path: Path) -> None:
     async def main(plane: LocalPlane) -> None:
         async with await connect(plane.descriptor) as client:
-            before = call_on(plane, plane.descriptor.units[0])
+            before = call_on(plane, plane.descriptor.units[0], SESSION)
             await client.put("p", ["a"], rows_of(1, 1000))
             await restart(plane)
             meta = await client.put("p", ["b"], rows_of(2, 7 << 20))
             piece = WantedPiece(0, 0, ("x",), (0, 1))
-            for unit in (before, call_on(plane, plane.descriptor.units[0])):
+            for unit in (before, call_on(plane, plane.descriptor.units[0], SESSION)):
                 for incarnation in (1, 3):
                     unit.send([frame(WriteBlock(0, 7 << 20, 0, incarnation)), bytes(7 << 20)])
                     with pytest.raises(IncarnationEnded, match="serves controller 2"):
@@ -198,7 +184,7 @@ def test_a_client_that_lost_its_connection_alone_is_told_so_and_can_not_continue
         async with await connect(plane.descriptor) as client, await connect(plane.descriptor) as broken:
             await client.put("p", ["a"], numbers(1))
             async with linked(plane, 1) as control:
-                lifeline = call_on(plane, controller)
+                lifeline = call_on(plane, controller, SESSION)
                 await control.call(Hello(None), Done, 60)
                 taken = await control.call(WaitReady("p", 1, (), {}, "t", 60), Rows, 60)
                 assert taken.keys == ("a",)
@@ -210,7 +196,7 @@ def test_a_client_that_lost_its_connection_alone_is_told_so_and_can_not_continue
             with pytest.raises(PlaneLostError, match=r"the controller runs|can't be reached"):
                 await broken.wait_ready("p", count=2, timeout_s=60)
             await restart(plane)
-            lifeline = call_on(plane, plane.descriptor.controller)
+            lifeline = call_on(plane, plane.descriptor.controller, SESSION)
             async with linked(plane, 2) as control:
                 with pytest.raises(WireError, match="did not come back in time"):
                     await control.call(Resume(2, None, "", ()), Resumed, 60)

@@ -16,13 +16,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from polling import until_async
+from successor_helpers import START_S, numbers, restart
 
 from rl_protocol import BatchData, ColumnSpec, ConfigError, ConflictError, PlaneLostError, WireError, dense
 from rl_transferqueue import Client, LocalPlane, PutTimeout, TransferQueueConfig, connect, start_local_plane
 from rl_transferqueue.wire.messages import Resume, Resumed
 from rl_transferqueue.wire.process_liveness import this_process
 
-START_S = 120.0
 COLUMNS = (1, 128, 66_000)
 """Of the rows of each writer; the last ones are too large for the memory that a client reserves."""
 MOST = (1_000_000, 1_000_000, 60)
@@ -37,15 +37,6 @@ def config(folder: Path, *, far: bool = False) -> TransferQueueConfig:
 
 def start(folder: Path, *, far: bool = False) -> LocalPlane:
     return start_local_plane(config(folder, far=far), start_timeout_s=START_S, successor_s=600.0)
-
-
-def numbers(*values: int) -> BatchData:
-    return BatchData({"x": dense(np.array(values))})
-
-
-async def restart(plane: LocalPlane) -> None:
-    os.kill(plane.pids[0], signal.SIGKILL)
-    await asyncio.to_thread(plane.restart_controller, start_timeout_s=START_S)
 
 
 @pytest.mark.parametrize("far", [False, True])
