@@ -49,6 +49,12 @@ def test_the_environment_is_said_and_not_set():
     assert "VLLM_CPU_OMP_THREADS_BIND" not in environment(VLLMConfig(model_path="m"), "cuda")
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_vllm_waits_for_its_process_as_long_as_a_start_may_take(device):
+    settings = VLLMConfig(model_path="m", start_timeout_s=1800.5)
+    assert environment(settings, device)["VLLM_ENGINE_READY_TIMEOUT_S"] == "1801"
+
+
 MODEL = Checkpoint(path=Path("m"), context=64, vocabulary=9, eos_ids=(1,), head_size=8, tied=False, shapes={})
 
 

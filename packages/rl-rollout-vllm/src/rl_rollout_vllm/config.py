@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -110,6 +111,7 @@ def environment(config: VLLMConfig, device: Device) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(config.start_timeout_s)),  # vLLM's own limit is 600 s
     }
     if device == "cuda":
         return common
