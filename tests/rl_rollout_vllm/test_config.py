@@ -98,6 +98,12 @@ def test_vllm_takes_the_trainers_patches_as_they_are(device):
     assert "mm_device_do_normalize" not in engine_arguments(VLLMConfig(model_path="m"), MODEL, capabilities(device))
 
 
+def test_processes_of_an_engine_are_its_own_also_in_a_placement_group_of_ray():
+    for size, backend in ((1, "uni"), (2, "mp")):
+        settings = VLLMConfig(model_path="m", tensor_parallel_size=size)
+        assert engine_arguments(settings, MODEL, capabilities("cuda"))["distributed_executor_backend"] == backend
+
+
 @pytest.mark.parametrize("part", [0.0, 1.5])
 def test_a_part_of_the_memory_that_is_none_is_refused(part):
     with pytest.raises(ConfigError, match=r"gpu_memory_utilization must be in \(0, 1\]; got"):

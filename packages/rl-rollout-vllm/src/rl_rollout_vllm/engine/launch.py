@@ -52,8 +52,7 @@ def engine_arguments(config: VLLMConfig, model: Checkpoint, capabilities: VLLMCa
         memory: dict[str, Any] = {"gpu_memory_utilization": config.gpu_memory_utilization}
     else:
         memory = {"kv_cache_memory_bytes": config.kv_cache_bytes or CPU_KV_CACHE}
-    # patches come normalized, from the trainer; vLLM starts its own processor nevertheless, which
-    # reads the tokenizer
+    # the trainer normalizes patches; vLLM's own processor starts all the same and reads a tokenizer
     sight = {
         "skip_tokenizer_init": False,
         "mm_device_do_normalize": False,
@@ -75,6 +74,8 @@ def engine_arguments(config: VLLMConfig, model: Checkpoint, capabilities: VLLMCa
         "enable_prefix_caching": config.prefix_caching,
         "worker_extension_cls": WORKER_EXTENSION,
         "tensor_parallel_size": config.tensor_parallel_size,
+        # not Ray's, which vLLM takes in an actor of a placement group, as on several hosts
+        "distributed_executor_backend": "mp" if config.tensor_parallel_size > 1 else "uni",
         "enable_sleep_mode": config.sleep_mode and capabilities.sleep_frees_memory,
         "disable_log_stats": True,
         **({} if model.vision is None else sight),
