@@ -18,6 +18,7 @@ from rl_app_ppo.cluster import ray_actor
 from rl_app_ppo.cluster.heartbeats import OtherHost, Watched
 from rl_app_ppo.cluster.hung_processes import HungProcesses
 from rl_app_ppo.cluster.ray_actor import RayProcess, RayWorker
+from rl_app_ppo.rank_network import RankNetwork
 from rl_app_ppo.worker.call_socket import CallServer
 from rl_app_ppo.worker.messages import WorkerPlace
 from rl_protocol import RewardError, WorkerDiedError, WorkerError
@@ -50,13 +51,24 @@ def test_a_worker_that_hangs_is_named_at_its_deadline_and_blocks_no_other(tmp_pa
         while not hanging.done():
             ticks += 1
             await asyncio.sleep(0.01)
-        with pytest.raises(WorkerError, match=r"Worker judge did not answer reward within 0\.2 s; .*judge\.log"):
+        late = r"Worker judge did not answer reward within 0\.2 s; raise trainer\.stage_timeout_s .*judge\.log"
+        with pytest.raises(WorkerError, match=late):
             await hanging
         assert time.monotonic() - start > 0.19
 
     asyncio.run(body())
     assert ticks > 1
     assert worker.bytes_moved == len(b"rows")
+
+
+@pytest.mark.parametrize("method", ["build", "rendezvous"])
+def test_a_late_start_names_the_setting_of_its_deadline(method, tmp_path, monkeypatch):
+    monkeypatch.setattr(ray_actor, "_actor_class", Stopped)
+    monkeypatch.setattr(Stopped, "rendezvous", Stopped.call, raising=False)
+    process = RayProcess(["rollout"], "rollout-0", tmp_path / "rollout-0.log", 1)
+    argument = b"" if method == "build" else RankNetwork()
+    with pytest.raises(WorkerError, match=rf"did not answer {method} within 0\.1 s; raise ray\.start_timeout_s "):
+        asyncio.run(getattr(process, method)(argument, timeout_s=0.1))
 
 
 def test_a_start_does_not_wait_once_a_process_that_the_run_needs_has_ended(tmp_path, monkeypatch):

@@ -39,6 +39,8 @@ _LONGEST_PATH = 107
 """Bytes of the path of a Unix socket."""
 _LOOK_S = 1.0
 """Seconds between two looks for a node, which Ray may find in the meantime."""
+_START_KEY, _STAGE_KEY = "ray.start_timeout_s", "trainer.stage_timeout_s"
+"""The settings of the deadlines of calls."""
 _END_S = 5.0
 """How long a process that has closed its connection may live before it is killed."""
 
@@ -123,7 +125,7 @@ class RayProcess:
             WorkerError: see WorkerHandle.call.
         """
         self._built = payload, timeout_s
-        with self.errors("build", timeout_s):
+        with self.errors("build", timeout_s, key=_START_KEY):
             async with asyncio.timeout(timeout_s):
                 await self.actor.call.remote(self.roles[0], "build", payload)
 
@@ -149,19 +151,20 @@ class RayProcess:
             ConfigError: its host does not have the interface.
             WorkerError: see WorkerHandle.call.
         """
-        with self.errors("rendezvous", timeout_s):
+        with self.errors("rendezvous", timeout_s, key=_START_KEY):
             async with asyncio.timeout(timeout_s):
                 answer = await self.actor.rendezvous.remote(msgspec.msgpack.encode(network))
         return msgspec.msgpack.decode(answer, type=RendezvousAddress)
 
     @contextmanager
-    def errors(self, method: str, timeout_s: float = 0.0, name: str = "") -> Generator[None]:
+    def errors(self, method: str, timeout_s: float = 0.0, name: str = "", key: str = _STAGE_KEY) -> Generator[None]:
         """Translate the errors of a call of the actor.
 
         Args:
             method: the method, for messages.
             timeout_s: the deadline of the call, for messages.
             name: name of the worker that is called, for messages; empty: that of the process.
+            key: the setting of the deadline, for messages.
 
         Raises:
             WorkerError: see WorkerHandle.call.
@@ -170,7 +173,7 @@ class RayProcess:
         try:
             yield
         except _FAILURES as error:
-            raise self._translate(name or self.name, method, error, timeout_s) from None
+            raise self._translate(name or self.name, method, error, timeout_s, key) from None
 
     async def ready(self, timeout_s: float) -> None:
         """Wait until the process has started, at most `timeout_s` seconds; say so if its node is
@@ -194,7 +197,7 @@ class RayProcess:
                 raise WorkerError(
                     f"Worker {self.name} did not start within {timeout_s:g} s (ray.start_timeout_s). {why}"
                 ) from None
-            raise self._translate(self.name, "start", error, timeout_s) from None
+            raise self._translate(self.name, "start", error, timeout_s, _START_KEY) from None
         finally:
             saying.cancel()
             saying.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # Ray's servers have ended
@@ -344,7 +347,7 @@ class RayProcess:
             return f" on {self.host}"
         return f" on node {self._address}" if self._address else ""
 
-    def _translate(self, name: str, method: str, error: Exception, timeout_s: float | None) -> RLError:
+    def _translate(self, name: str, method: str, error: Exception, timeout_s: float, key: str) -> RLError:
         log = f"Its log: {self._log_path}"
         if isinstance(error, RayTaskError):
             cause: object = getattr(error, "cause", None)
@@ -361,7 +364,7 @@ class RayProcess:
             reason = f"its process {hung}." if hung else reason_of(error)
             return WorkerDiedError(f"Worker {name}{self._where} died during {method}: {reason} {log}")
         return WorkerError(
-            f"Worker {name} did not answer {method} within {timeout_s:g} s; raise trainer.stage_timeout_s or see its log. {log}"
+            f"Worker {name} did not answer {method} within {timeout_s:g} s; raise {key} or see its log. {log}"
         )
 
 
