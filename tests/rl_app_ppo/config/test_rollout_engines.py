@@ -172,6 +172,14 @@ def vllm_on(device, monkeypatch):
     monkeypatch.setattr(rollout_engines, "require_vllm", lambda: SimpleNamespace(device=device))
 
 
+def test_vllm_on_gpus_has_time_to_load_to_compile_and_to_capture_graphs(monkeypatch):
+    vllm_on("cuda", monkeypatch)
+    assert load_config([VLLM]).ray.start_timeout_s == 1800
+    assert load_config([VLLM, "ray.start_timeout_s=60"]).ray.start_timeout_s == 60
+    vllm_on("cpu", monkeypatch)
+    assert load_config([VLLM]).ray.start_timeout_s == load_config([]).ray.start_timeout_s < 1800
+
+
 def test_vllm_computes_in_bfloat16_by_default_where_it_is_for_gpus(monkeypatch):
     vllm_on("cuda", monkeypatch)
     assert load_config([VLLM]).rollout.dtype == "bfloat16"

@@ -94,6 +94,12 @@ def test_a_preset_resolves_to_the_committed_configuration_and_says_what_was_not_
 
 
 @pytest.mark.parametrize("preset", PROCESSES)
+def test_a_preset_with_vllm_has_time_to_start_it_also_where_it_is_planned_without_vllm(preset):
+    config = load_config([f"preset={preset}"])
+    assert config.rollout.name == "hf" or config.ray.start_timeout_s == 1800
+
+
+@pytest.mark.parametrize("preset", PROCESSES)
 def test_the_plan_of_a_preset_fits_the_gpus_it_names(preset, tmp_path, capsys):
     weights, folder = model_of(preset, tmp_path)
     assert main(["--plan", f"preset={preset}", f"model.path={folder}"]) == 0

