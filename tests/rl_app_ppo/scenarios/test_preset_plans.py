@@ -99,6 +99,20 @@ def test_a_preset_with_vllm_has_time_to_start_it_also_where_it_is_planned_withou
     assert config.rollout.name == "hf" or config.ray.start_timeout_s == 1800
 
 
+@pytest.mark.parametrize("preset", [name for name in PROCESSES if "megatron" not in name])
+def test_a_stage_of_a_preset_has_time_for_an_update_with_the_longest_responses(preset):
+    """At 30 % of the 989 teraFLOP/s of an H100, and half as long again."""
+    config = load_config([f"preset={preset}"])
+    (weights, _), *_ = [model for name, model in MODELS.items() if name in preset]
+    rows, longest = (
+        config.data.train_batch_size * config.rollout.n,
+        config.data.max_prompt_length + config.rollout.response_length,
+    )
+    per_token = 8 * weights  # forward, again for the backward pass, and twice as much for that
+    seconds = rows * longest * per_token / config.ranks / (0.3 * 989e12)
+    assert config.trainer.stage_timeout_s > 1.5 * seconds
+
+
 @pytest.mark.parametrize("preset", PROCESSES)
 def test_the_plan_of_a_preset_fits_the_gpus_it_names(preset, tmp_path, capsys):
     weights, folder = model_of(preset, tmp_path)
