@@ -12,6 +12,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from rl_megatron_peft.backend.cpu_shims import runnable
+from rl_megatron_peft.backend.model.causal_attention import CausalAttention
 from rl_megatron_peft.backend.model.expert_layer import LinearRouter, replace_dispatchers
 from rl_megatron_peft.backend.parallel import Ranks
 from rl_megatron_peft.base_model.layout import global_name
@@ -36,13 +37,14 @@ class RankNorm(torch.nn.RMSNorm):
 
 
 def _layers(shape: ModelShape, ranks: Ranks) -> TransformerBlockSubmodules:
-    """Return this stage's layers: those of the local spec with RankNorm."""
+    """Return this stage's layers: those of the local spec with RankNorm and CausalAttention."""
     spec = get_gpt_layer_local_spec(
         qk_layernorm=shape.qk_norm, normalization="RMSNorm", num_experts=shape.experts or None
     )
     layer: Any = spec.submodules
     norm: Any = RankNorm  # declared ModuleSpec, documented as a class as well
     layer.input_layernorm = layer.pre_mlp_layernorm = RankNorm
+    layer.self_attention.submodules.core_attention = CausalAttention
     if shape.qk_norm:
         layer.self_attention.submodules.q_layernorm = layer.self_attention.submodules.k_layernorm = RankNorm
     if shape.experts:
