@@ -156,3 +156,14 @@ def test_a_critic_with_adapters_has_no_base_in_the_process_of_the_actor(placemen
     size = size_of(trained=50_000, outside=1_000_000, vocabulary=8)
     assert role_bytes("critic", config, size)["weights"] == base + 4 * 50_000
     assert role_bytes("actor", config, size)["weights"] == 4 * 10_000_000 + 4 * 50_000
+
+
+def test_logits_of_all_tokens_of_a_pass_of_megatron_are_counted():
+    """`log_probs` of its backend computes them at once; that of the other engines in chunks."""
+    size = size_of(trained=10_000_000, outside=7_000_000, vocabulary=151936)
+
+    def logits(engine):
+        config = load_config([f"model_engine={engine}", "actor.ppo_max_token_len=4096"])
+        return role_bytes("actor", config, size, on_gpu=True)["logits"]
+
+    assert (logits("megatron"), logits("torch")) == (4 * 4 * 4096 * 151936, 3 * (64 << 20))

@@ -144,15 +144,16 @@ def role_bytes(
 
 
 def held_size(role: Role, config: AppConfig, size: ModelSize) -> ModelSize:
-    """The sizes without what a role does not have: the output layer of a critic, and the experts
-    that other replicas of a trained model hold."""
+    """The sizes without what a role does not have: the output layer of a critic, the experts that
+    other replicas of a trained model hold, and with Megatron-Core logits in chunks."""
     size = size.body if role == "critic" else size
     if role == "rollout" or not isinstance(config.engine, MegatronConfig):
         return size
     ways = config.engine.expert_model_parallel_size
     held = size.weights - size.experts + size.experts // ways
     adapters = size.trained - size.expert_adapters + size.expert_adapters // ways
-    return replace(size, weights=held, trained=held if size.trained == size.weights else adapters)
+    trained = held if size.trained == size.weights else adapters
+    return replace(size, weights=held, trained=trained, chunked=False)
 
 
 def _trained(config: AppConfig, weights: int, trained: int) -> dict[str, int]:
