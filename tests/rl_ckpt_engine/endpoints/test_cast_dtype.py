@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -42,6 +43,18 @@ def test_bfloat16_by_hand() -> None:
     }
     data = np.array(list(bits), np.uint32)
     assert cast(weight("float32", data), "bfloat16").data.view(np.uint16).tolist() == list(bits.values())
+
+
+def test_intermediate_results_fit_into_the_cache_of_a_core() -> None:
+    """Else each of the operations of a cast waits for memory."""
+    given = weight("float32", np.zeros(1 << 20, np.float32))
+    tracemalloc.start()
+    try:
+        made = cast(given, "bfloat16")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak - made.nbytes < 1 << 20
 
 
 @pytest.mark.parametrize("target", ["float16", "bfloat16"])
