@@ -9,7 +9,7 @@ import sys
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
@@ -18,6 +18,9 @@ from rl_app_ppo.config.loading import load_config
 from rl_app_ppo.outputs.run_folder import RunFiles
 from rl_ckpt_engine import PluginPolicy
 from rl_transferqueue import PlaneDescriptor
+
+if TYPE_CHECKING:
+    from rl_app_ppo.cluster.ray_actor import RayProcess
 
 pytestmark = pytest.mark.slow
 GPUS = 6
@@ -131,6 +134,19 @@ def test_replicas_see_the_gpus_of_the_ranks_that_lend_them_also_after_a_restart(
     last = max(i for i, line in enumerate(built) if line.endswith("ends") and "rollout" not in line)
     assert [line for line in built[:last] if "rollout" in line] == []
     assert built.count("rollout-1 begins") == 2
+
+
+@pytest.mark.parametrize(("backend", "peer"), [("tcp", ""), ("nccl", "head"), ("delta-nccl", "head")])
+def test_ranks_of_one_host_meet_where_nccl_reaches_the_replicas_of_another(backend, peer, tmp_path, monkeypatch):
+    """NCCL keeps the interface of its first group in a process."""
+    from rl_app_ppo.driver import workers
+
+    monkeypatch.setattr(workers, "head_host", lambda: "head")
+    config = load_config([f"checkpoint_engine.backend={backend}", "trainer.nnodes=2", "trainer.n_gpus_per_node=8"])
+    pool = workers.WorkerPool(config, RunFiles(folder=tmp_path))
+    pool.processes = cast("list[RayProcess]", [SimpleNamespace(network=name) for name in ("here", "here", "there")])
+    assert pool._network_of_ranks(pool.processes[:2]).peer == peer
+    assert pool._network_of(pool.processes[:2]).peer == ""
 
 
 def test_a_cluster_that_is_too_small_is_refused_before_a_process_starts(gcs_address, base_model, tmp_path):

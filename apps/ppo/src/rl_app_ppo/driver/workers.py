@@ -292,11 +292,20 @@ class WorkerPool:
 
         interface = self._config.trainer.network_interface
         networks = {
-            group: msgspec.structs.replace(self._network_of(ranks), interface=interface)
+            group: msgspec.structs.replace(self._network_of_ranks(ranks), interface=interface)
             for group, ranks in groups.items()
         }
         addresses = await asyncio.gather(*(open_one(group, ranks) for group, ranks in groups.items()))
         return {group: (networks[group], address) for group, address in zip(groups, addresses, strict=True)}
+
+    def _network_of_ranks(self, ranks: Sequence[RayProcess]) -> RankNetwork:
+        """Through which network the ranks of a model reach each other.
+
+        NCCL has one interface in a process, which must reach the replicas, too, if it carries the
+        weights.
+        """
+        carries_weights = self._config.checkpoint_engine.backend.endswith("nccl")
+        return self._network_of(self.processes if carries_weights else ranks)
 
     def _network_of(self, processes: Sequence[RayProcess]) -> RankNetwork:
         """Through which network these processes reach each other: loopback, if they share it."""
