@@ -371,6 +371,7 @@ def test_replicas_that_share_gpus_sleep_and_take_half_of_their_memory():
         (["rollout.tensor_model_parallel_size=3"], r"tensor_model_parallel_size=3 .*num_workers=1 does not fit"),
         (["async_rl.max_staleness=1"], r"replicas can't free their memory meanwhile"),
         (["rollout.name=hf"], r"rollout\.share_gpus"),
+        (["checkpoint_engine.backend=delta-nccl"], r"NCCL refuses in one group; set checkpoint_engine\.backend=shm, or tcp .*; got delta-nccl"),
     ],
 )  # fmt: skip
 def test_gpus_are_shared_only_by_replicas_that_fit_and_give_memory_back(overrides, words):

@@ -21,8 +21,9 @@ AUTO = "auto"
 NAMED = {"separate": "", "fused": "actor+ref+rollout+critic"}
 """Value of `placement` -> the groups that it stands for."""
 IN_PROCESS = "naive"
-ACROSS_HOSTS = "tcp"
 """Weight engine of an actor and a rollout in one process."""
+ACROSS_HOSTS = "tcp"
+"""Weight engine that reaches all hosts."""
 MODELS = "actor+ref+critic"
 """The group of all trained models."""
 SHARE_GPUS, TENSOR_PARALLEL = "rollout.share_gpus", "rollout.tensor_model_parallel_size"
@@ -258,6 +259,11 @@ def _check_shared_gpus(config: AppConfig) -> None:
     if not rollout.free_cache_engine:
         raise ConfigError(
             f"{SHARE_GPUS}=true needs rollout.free_cache_engine=true, so that replicas give their memory back during updates; got false."
+        )
+    if (engine := config.checkpoint_engine.backend).endswith("nccl"):
+        raise ConfigError(
+            f"{SHARE_GPUS}=true puts the actor and a replica on one GPU, which NCCL refuses in one group; set checkpoint_engine.backend=shm, "
+            f"or {ACROSS_HOSTS} on several hosts; got {engine}."
         )
     if rollout.num_workers * rollout.tensor_model_parallel_size != config.ranks:
         raise ConfigError(
