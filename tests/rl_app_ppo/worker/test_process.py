@@ -10,7 +10,7 @@ from typing import ClassVar
 import msgspec
 import pytest
 
-from rl_app_ppo.worker.messages import CLOSE_RECORD
+from rl_app_ppo.worker.messages import CLOSE_RECORD, BuildCall
 from rl_app_ppo.worker.process import WorkerProcess, without_gc
 from rl_protocol import KVBatchMeta, WorkerError
 from rl_trainer import Worker
@@ -106,6 +106,27 @@ def test_a_process_whose_gpu_a_replica_uses_gives_cached_memory_back_after_each_
 
     asyncio.run(calls())
     assert released == (["all", "all"] if lends else [])
+
+
+@pytest.mark.parametrize("lends", [False, True])
+def test_a_process_whose_gpu_a_replica_uses_keeps_no_memory_of_loading_its_models(monkeypatch, tmp_path, lends):
+    """FSDP2 has whole weights on the GPU before it shards them; vLLM starts afterwards."""
+    done = list[str]()
+
+    async def build_workers(*_):
+        done.append("built")
+        return {}
+
+    monkeypatch.setattr("rl_app_ppo.worker.build.build_workers", build_workers)
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: done.append("released"))
+    process = WorkerProcess(["actor"], "actor", tmp_path / "log", 1)
+    call = msgspec.msgpack.encode(BuildCall(config="", model_path="", plane=b"", lends_gpu=lends))
+    try:
+        asyncio.run(process.call("actor", "build", call))
+    finally:
+        gc.unfreeze()
+    assert done == ["built", *(["released"] if lends else [])]
 
 
 def _call_that_raises(error):

@@ -193,7 +193,7 @@ class WorkerProcess:
 
     @contextmanager
     def _lent_gpu(self) -> Generator[None]:
-        """Give memory that a call has used and freed back to the GPU, if a replica uses it, too."""
+        """Give memory that is used and freed within back to the GPU, if a replica uses it, too."""
         try:
             yield
         finally:
@@ -237,7 +237,7 @@ class WorkerProcess:
         if call.trusted_files:
             os.environ[FILES] = msgspec.json.encode(call.trusted_files).decode()
         self._lends_gpu = call.lends_gpu
-        with without_gc():
+        with self._lent_gpu(), without_gc():
             from rl_app_ppo.worker import build
 
             self._record = RecordFile(Path(call.record), self._name) if call.record else None
