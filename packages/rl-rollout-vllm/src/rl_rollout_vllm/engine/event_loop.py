@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Coroutine
+from concurrent.futures import wait
 from typing import Any, Generic, TypeVar
 
 from rl_protocol.errors import RolloutError
@@ -41,12 +42,16 @@ class LoopThread:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     def close(self) -> None:
-        """Cancel all tasks and end the thread; safe to call twice."""
-        if self._loop.is_closed():
-            return
-        asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result(_CLOSE_TIMEOUT_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_CLOSE_TIMEOUT_S)
+        """Cancel all tasks and end the thread; safe to call twice.
+
+        While a call blocks the loop, as the start of vLLM does, the thread ends after that call.
+        """
+        if self._thread.is_alive():
+            cancelled = asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop)
+            cancelled.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._loop.stop))
+            if not wait([cancelled], _CLOSE_TIMEOUT_S).done:
+                return
+            self._thread.join(_CLOSE_TIMEOUT_S)
         if not self._thread.is_alive():
             self._loop.close()
 
