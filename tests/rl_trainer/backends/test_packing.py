@@ -172,6 +172,36 @@ def test_a_sliding_window_ends_what_a_token_attends_to(starts):
                 assert_equal_to_rounding(out[0, place, head], want)
 
 
+class OnGpu(torch.Tensor):
+    """A tensor of the CPU that says it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize(
+    ("dtype", "window", "grouped"),
+    [(torch.bfloat16, None, True), (torch.float32, None, False), (torch.bfloat16, 2, False)],
+    ids=["flash", "float32", "window"],
+)
+def test_on_a_gpu_heads_are_grouped_only_where_flash_attention_computes(monkeypatch, dtype, window, grouped):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 12, 8, dtype=dtype) for heads in (4, 2, 2))
+    attend, asked = torch.nn.functional.scaled_dot_product_attention, []
+
+    def noting(query, key, value, **options):
+        asked.append((key.shape[1], value.shape[1], options["enable_gqa"]))
+        return attend(query, key, value, **options)
+
+    def computed(*tensors):
+        settings = {"layout": laid_out([6, 6]), "sliding_window": window}
+        return packed_attention(torch.nn.Identity(), *tensors, None, 0.3, **settings)[0].float()
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noting)
+    on_gpu = computed(*(tensor.as_subclass(OnGpu) for tensor in (q, k, v)))
+    assert asked == [(2, 2, True) if grouped else (4, 4, False)]
+    assert_equal_to_rounding(on_gpu, computed(q, k, v))
+
+
 def assert_equal_to_rounding(got, want):
     """The difference of two float32 sums is at most 1e-5 of the length of the vector."""
     assert (got - want).norm() <= 1e-5 * want.norm()

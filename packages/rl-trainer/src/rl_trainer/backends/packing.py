@@ -173,7 +173,14 @@ def _within(window: int, length: int, device: torch.device) -> torch.Tensor:
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """Attention over [sequences, heads, length, D] within `mask`; None: causal."""
+    """Attention over [sequences, heads, length, D] within `mask`; None: causal.
+
+    On CUDA only flash attention takes fewer heads of keys than of queries, and it takes neither a
+    mask nor float32; with those the kernel that keeps all pairs of tokens would be left.
+    """
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and query.is_cuda and (mask is not None or query.dtype == torch.float32):
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     return torch.nn.functional.scaled_dot_product_attention(
         query,
         key,
