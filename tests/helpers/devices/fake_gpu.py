@@ -20,6 +20,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 GPU = torch.device("cuda:0")
 CPU = torch.device("cpu")
 
+_ANSWERS = {
+    "get_device_name": "NVIDIA H100 80GB HBM3",
+    "synchronize": None,
+    "max_memory_allocated": 0,
+    "max_memory_reserved": 0,
+}
+"""What functions of torch.cuda return that need a driver."""
+
 _ops: Any = torch.ops.aten
 _any_attention = torch.nn.functional.scaled_dot_product_attention
 
@@ -57,6 +65,7 @@ class FakeGpu(FakeTensorMode):
         for place, name, ours in (
             (torch.Tensor, "backward", lambda loss: self._backward(loss)),
             (torch.nn.functional, "scaled_dot_product_attention", _attention),
+            *((torch.cuda, name, lambda *_, answer=answer: answer) for name, answer in _ANSWERS.items()),
         ):
             self._patches.append(mock.patch.object(place, name, ours))
             self._patches[-1].start()
@@ -65,7 +74,7 @@ class FakeGpu(FakeTensorMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        for _ in range(2):
+        for _ in range(2 + len(_ANSWERS)):
             self._patches.pop().stop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
