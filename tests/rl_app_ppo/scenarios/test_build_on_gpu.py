@@ -191,7 +191,7 @@ def test_a_step_and_its_checkpoint_are_those_of_the_cpu(plane, base_model, tmp_p
 @pytest.mark.parametrize(
     ("options", "more"),
     [
-        (PACKED, "param_dtype=bfloat16"),
+        ((*PACKED, "rollout.dtype=bfloat16"), "param_dtype=bfloat16"),
         ((*PADDED, "lora.rank=2"), "activation_checkpointing=true"),
     ],
     ids=["full packed bfloat16", "lora padded recomputed"],

@@ -19,6 +19,8 @@ from transformers import AutoModelForCausalLM, GemmaConfig, GPT2Config, Qwen2Con
 
 from rl_protocol import BatchData, RaggedColumn
 from rl_protocol.ports import GenerationRequest, ImageInput, SamplingParams
+from rl_protocol.torch import from_weight, to_weight
+from rl_trainer.backends import torch_policy
 from rl_trainer.backends.parallel_strategy import PlainStrategy
 from rl_trainer.backends.reward_model import RewardModelScorer
 from rl_trainer.backends.torch_critic import TorchCriticBackend
@@ -53,11 +55,12 @@ def on(device):
     return StandIn() if device == STAND_IN else nullcontext()
 
 
-def policy_on(device, path, *, lora=None, packed=True, dtype="float32", **settings):
+def policy_on(device, path, *, lora=None, packed=True, dtype="float32", sent_as="float32", **settings):
     config = ActorConfig(optim=OPTIM, ppo_mini_batch_size=4, use_remove_padding=packed, **settings)
     strategy = PlainStrategy(TorchConfig(param_dtype=dtype), device)
     correction = RolloutCorrectionConfig(rollout_is="token", rollout_rs=("token_k1",), rollout_rs_threshold=("0.1_8",))
-    options = PolicyOptions(sum_pi_squared=True, correction=correction if "use_kl_loss" in settings else None)
+    correction = correction if "use_kl_loss" in settings else None
+    options = PolicyOptions(sum_pi_squared=True, correction=correction, sent_as=sent_as)
     return TorchPolicyBackend(path, config, lora=lora, strategy=strategy, options=options)
 
 
@@ -138,6 +141,25 @@ def test_a_policy_in_bfloat16_trains(model_path, data, device):
         assert metrics["actor/skipped_steps"] == 0
         assert not np.array_equal(log_probs(policy, data), before)
         assert {weight.dtype for weight in policy.named_weights()} == {"float32"}
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)], ids=["full", "lora"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_are_cast_before_they_leave_their_device(model_path, device, monkeypatch, lora, dtype):
+    left = []
+
+    def leaves(name, tensor):
+        left.append((tensor.dtype, tensor.device.type))
+        return to_weight(name, tensor)
+
+    monkeypatch.setattr(torch_policy, "to_weight", leaves)
+    with on(device):
+        sent = list(policy_on(device, model_path, lora=lora, dtype=dtype, sent_as="bfloat16").named_weights())
+        assert set(left) == {(torch.bfloat16, device.type)}
+        whole = list(policy_on(device, model_path, lora=lora, dtype=dtype).named_weights())
+    assert {weight.dtype for weight in whole} == {"float32"}
+    for ours, wanted in zip(sent, (from_weight(weight).bfloat16() for weight in whole), strict=True):
+        assert torch.equal(from_weight(ours), wanted), ours.name
 
 
 def test_a_critic_trains_as_on_the_cpu(model_path, data, device):

@@ -354,6 +354,7 @@ class _TrainedRoles:
                 replays_experts=config.algorithm.router_replay != "disabled",
                 records_experts=config.algorithm.router_replay == "R2",
                 teacher_ema=config.algorithm.teacher_ema,
+                sent_as=config.rollout.dtype,
             ),
         )
         if shares_base(config) and isinstance(generator, SharesBase):

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from rl_protocol import BatchData, ConfigError, OutputError, RaggedColumn, WeightTensor
 from rl_protocol.ports import WeightCapabilities
 from rl_protocol.rl_columns import ROUTED_COLUMNS
-from rl_protocol.torch import to_weight
+from rl_protocol.torch import TORCH_DTYPES, to_weight
 from rl_trainer.algorithms.batching import schedule_rows
 from rl_trainer.algorithms.log_probs import log_prob_columns
 from rl_trainer.algorithms.losses.aggregate import BatchCounts
@@ -57,6 +57,8 @@ class PolicyOptions:
         records_experts: `compute_log_probs` also returns those columns.
         teacher_ema: `compute_teacher_log_probs` is of the moving average of the weights, of which
             that part stays at each update; 0: of the policy as it is.
+        sent_as: element type of `named_weights`. Weights are cast on their device, so a GPU copies
+            half of the bytes to the host for bfloat16, and the host does not cast them.
     """
 
     correction: RolloutCorrectionConfig | None = None
@@ -67,6 +69,7 @@ class PolicyOptions:
     replays_experts: bool = False
     records_experts: bool = False
     teacher_ema: float = 0.0
+    sent_as: str = "float32"
 
 
 class TorchPolicyBackend:
@@ -117,6 +120,7 @@ class TorchPolicyBackend:
         self._sum_pi_squared = options.sum_pi_squared
         self._top = min(options.top, self._model.config.get_text_config().vocab_size)
         self._frozen = options.frozen
+        self._sent_as = TORCH_DTYPES[options.sent_as]
         world = self._strategy.world
         self._forward = ForwardPasses.of(world, self._config, options.forward_rows)
         self._schedule = self._config.schedule(rollout_n, seed)
@@ -196,20 +200,24 @@ class TorchPolicyBackend:
 
     def named_weights(self) -> Iterable[WeightTensor]:
         """Every parameter and persistent buffer under its checkpoint's name, with adapters merged
-        in; weights are float32.
+        in; see PolicyOptions.sent_as.
 
         On several ranks this is a collective: all ranks must iterate to the end.
         """
         state = self._model.state_dict()
         if self._lora is None:
-            items = full_tensors((name, (tensor,)) for name, tensor in state.items())
+            items = full_tensors((name, (self._as_sent(tensor),)) for name, tensor in state.items())
             pairs = ((name, tensor) for name, (tensor,) in items)
         else:
             from rl_trainer.backends.peft_lora import merged_weights  # needs the extra `lora`
 
             pairs = merged_weights(state, self._lora, full_tensors)
         for name, tensor in pairs:
-            yield to_weight(name, _master(tensor))
+            yield to_weight(name, self._as_sent(tensor))
+
+    def _as_sent(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A weight, or this rank's part of it, in the element type that is sent."""
+        return tensor.to(self._sent_as) if tensor.is_floating_point() else tensor
 
     def adapter_weights(self) -> Iterable[WeightTensor]:
         """The adapter's tensors under PEFT's names; see `named_weights`.
