@@ -21,7 +21,7 @@ from rl_protocol import BatchData, RaggedColumn
 from rl_protocol.ports import GenerationRequest, ImageInput, SamplingParams
 from rl_protocol.torch import from_weight, to_weight
 from rl_trainer.backends import torch_policy
-from rl_trainer.backends.parallel_strategy import PlainStrategy
+from rl_trainer.backends.parallel_strategy import PlainStrategy, full_tensors
 from rl_trainer.backends.reward_model import RewardModelScorer
 from rl_trainer.backends.torch_critic import TorchCriticBackend
 from rl_trainer.backends.torch_policy import PolicyOptions, TorchPolicyBackend
@@ -55,12 +55,12 @@ def on(device):
     return StandIn() if device == STAND_IN else nullcontext()
 
 
-def policy_on(device, path, *, lora=None, packed=True, dtype="float32", sent_as="float32", **settings):
+def policy_on(device, path, *, lora=None, packed=True, dtype="float32", sent_as="float32", sends=True, **settings):
     config = ActorConfig(optim=OPTIM, ppo_mini_batch_size=4, use_remove_padding=packed, **settings)
     strategy = PlainStrategy(TorchConfig(param_dtype=dtype), device)
     correction = RolloutCorrectionConfig(rollout_is="token", rollout_rs=("token_k1",), rollout_rs_threshold=("0.1_8",))
     correction = correction if "use_kl_loss" in settings else None
-    options = PolicyOptions(sum_pi_squared=True, correction=correction, sent_as=sent_as)
+    options = PolicyOptions(sum_pi_squared=True, correction=correction, sent_as=sent_as, sends=sends)
     return TorchPolicyBackend(path, config, lora=lora, strategy=strategy, options=options)
 
 
@@ -160,6 +160,24 @@ def test_weights_are_cast_before_they_leave_their_device(model_path, device, mon
     assert {weight.dtype for weight in whole} == {"float32"}
     for ours, wanted in zip(sent, (from_weight(weight).bfloat16() for weight in whole), strict=True):
         assert torch.equal(from_weight(ours), wanted), ours.name
+
+
+def test_a_rank_whose_weights_another_one_sends_copies_none_to_the_host(model_path, device, monkeypatch):
+    gathered = []
+
+    def gathering(items):
+        for item in full_tensors(items):
+            gathered.append(item[0])
+            yield item
+
+    monkeypatch.setattr(torch_policy, "full_tensors", gathering)
+    monkeypatch.delattr(torch_policy, "to_weight")
+    with on(device):
+        policy = policy_on(device, model_path, lora=LoraConfig(rank=2), sends=False)
+        for weights in (policy.named_weights, policy.adapter_weights):
+            assert list(weights()) == []
+            assert len(gathered) > 10, "it takes part to the end"
+            gathered.clear()
 
 
 def test_a_critic_trains_as_on_the_cpu(model_path, data, device):

@@ -355,6 +355,7 @@ class _TrainedRoles:
                 records_experts=config.algorithm.router_replay == "R2",
                 teacher_ema=config.algorithm.teacher_ema,
                 sent_as=config.rollout.dtype,
+                sends=_sends(config, call),
             ),
         )
         if shares_base(config) and isinstance(generator, SharesBase):
@@ -396,10 +397,15 @@ def sender_of(config: AppConfig, call: BuildCall, policy: TrainedPolicy) -> Endp
     """
     adapters = config.sends_adapters
     source = AdapterOnly(policy) if adapters else policy
-    if call.rank and not rollout_in_actor(config.placement):
+    if not _sends(config, call):
         return FollowerEndpoint(source)
     engine = weight_engine(config, call)
     if adapters:
         # a step without informative responses does not change the adapter
         return SenderEndpoint(engine, source, kind="lora", must_change=False)
     return SenderEndpoint(engine, source, dtype=config.rollout.dtype)
+
+
+def _sends(config: AppConfig, call: BuildCall) -> bool:
+    """Whether this rank of the actor sends the weights."""
+    return not call.rank or rollout_in_actor(config.placement)

@@ -59,6 +59,9 @@ class PolicyOptions:
             that part stays at each update; 0: of the policy as it is.
         sent_as: element type of `named_weights`. Weights are cast on their device, so a GPU copies
             half of the bytes to the host for bfloat16, and the host does not cast them.
+        sends: false on a rank whose weights another one sends: `named_weights` and
+            `adapter_weights` take part in gathering them, copy nothing to the host and yield
+            nothing.
     """
 
     correction: RolloutCorrectionConfig | None = None
@@ -70,6 +73,7 @@ class PolicyOptions:
     records_experts: bool = False
     teacher_ema: float = 0.0
     sent_as: str = "float32"
+    sends: bool = True
 
 
 class TorchPolicyBackend:
@@ -120,7 +124,7 @@ class TorchPolicyBackend:
         self._sum_pi_squared = options.sum_pi_squared
         self._top = min(options.top, self._model.config.get_text_config().vocab_size)
         self._frozen = options.frozen
-        self._sent_as = TORCH_DTYPES[options.sent_as]
+        self._sent_as, self._sends = TORCH_DTYPES[options.sent_as], options.sends
         world = self._strategy.world
         self._forward = ForwardPasses.of(world, self._config, options.forward_rows)
         self._schedule = self._config.schedule(rollout_n, seed)
@@ -213,7 +217,8 @@ class TorchPolicyBackend:
 
             pairs = merged_weights(state, self._lora, full_tensors)
         for name, tensor in pairs:
-            yield to_weight(name, self._as_sent(tensor))
+            if self._sends:
+                yield to_weight(name, self._as_sent(tensor))
 
     def _as_sent(self, tensor: torch.Tensor) -> torch.Tensor:
         """A weight, or this rank's part of it, in the element type that is sent."""
@@ -230,7 +235,8 @@ class TorchPolicyBackend:
         from rl_trainer.backends.peft_lora import adapter_weights  # needs the extra `lora`
 
         for name, tensor in adapter_weights(self._model.state_dict(), full_tensors):
-            yield to_weight(name, tensor)
+            if self._sends:
+                yield to_weight(name, tensor)
 
     def base_weights(self) -> Mapping[str, torch.Tensor]:
         """The memory of the frozen weights, under their checkpoint's names; read-only.
