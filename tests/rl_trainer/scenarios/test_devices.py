@@ -132,6 +132,19 @@ def test_the_state_of_adamw_is_in_host_memory_between_updates(model_path, data, 
     assert np.array_equal(kept[1], offloaded[1])
 
 
+def test_the_state_of_adamw_is_restored_into_host_memory(model_path, data, device, tmp_path):
+    """Where replicas share the GPUs, a resumed run generates before its first update."""
+    strategy = PlainStrategy(TorchConfig(optimizer_offload=True), device)
+    config = ActorConfig(optim=OPTIM, ppo_mini_batch_size=4)
+    with on(device):
+        saved, resumed = (TorchPolicyBackend(model_path, config, strategy=strategy) for _ in range(2))
+        saved.update(data, temperature=0.9)
+        saved.snapshot()(tmp_path)
+        resumed.restore(tmp_path)
+        assert {tensor.device for tensor in resumed._trained().moments().values()} == {CPU}
+        assert resumed.state_digest() == saved.state_digest()
+
+
 def test_a_policy_in_bfloat16_trains(model_path, data, device):
     with on(device):
         policy = policy_on(device, model_path, dtype="bfloat16")

@@ -86,14 +86,14 @@ class MiniBatchOptimizer:
     def expect(self, moments: Iterable[str]) -> None:
         """Allocate state of these names, so that `moments` returns tensors to fill.
 
-        Names of unknown weights are ignored.
+        With `offload` it is in host memory. Names of unknown weights are ignored.
         """
         for moment in moments:
             name, _, what = moment.rpartition("/")
             weight = self._named.get(name)
             if weight is not None:
                 fresh = torch.tensor(0.0, device=weight.device) if what == "step" else torch.zeros_like(weight)
-                self._adam.state[weight][what] = fresh
+                self._adam.state[weight][what] = fresh.to(CPU) if self._offload else fresh
 
     def run(self, batch: BatchData, mini_batches: Sequence[Sequence[int]], loss: MicroLoss) -> dict[str, float]:
         """Make one optimizer step per mini-batch; all ranks call it with equally many.
