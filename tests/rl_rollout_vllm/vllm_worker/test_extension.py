@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -29,12 +30,19 @@ class Worker(WorkerExtension):
 
     def __init__(self):
         self.model_runner = self
-        self.loaded, self.kept = {}, None
+        self.loaded, self.kept, self.configured = {}, None, False
+
+    @contextmanager
+    def rollout_configured(self):
+        self.configured = True
+        yield
+        self.configured = False
 
     def get_model(self):
         return self
 
     def load_weights(self, tensors):
+        assert self.configured, "layers find vLLM's configuration"
         for name, tensor in tensors:
             self.loaded[name] = tensor.tolist()
             self.kept = tensor

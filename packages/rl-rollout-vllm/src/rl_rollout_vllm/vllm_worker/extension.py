@@ -11,6 +11,7 @@ import select
 import signal
 import threading
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,7 @@ class WorkerExtension:
     if TYPE_CHECKING:
         model_runner: Any
         model_config: Any
+        vllm_config: Any
 
     @cached_property
     def rollout_buckets(self) -> MappedBuckets:
@@ -84,6 +86,13 @@ class WorkerExtension:
             released += max(whole, 0)
         return released
 
+    def rollout_configured(self) -> AbstractContextManager[None]:
+        """Context in which layers find vLLM's configuration, as while the model was loaded; those
+        of experts over several ranks read it when they process weights."""
+        from vllm.config import set_current_vllm_config  # pyright: ignore[reportMissingImports]
+
+        return set_current_vllm_config(self.vllm_config)
+
     def rollout_begin_update(self) -> None:
         """Start an update: each layer waits for all of its weights, then processes them in place.
 
@@ -95,10 +104,11 @@ class WorkerExtension:
         )
 
         model = self.model_runner.get_model()
-        if getattr(model, "rollout_updating", False):  # drop what an unfinished update left behind
-            finalize_layerwise_reload(model, self.model_config)
-        model.rollout_updating = True
-        initialize_layerwise_reload(model)
+        with self.rollout_configured():
+            if getattr(model, "rollout_updating", False):  # drop what an unfinished update left behind
+                finalize_layerwise_reload(model, self.model_config)
+            model.rollout_updating = True
+            initialize_layerwise_reload(model)
 
     def rollout_load_bucket(self, path: str, entries: Iterable[Entry], digest: str) -> Answer:
         """Load the tensors of a bucket while a thread digests them.
@@ -106,7 +116,8 @@ class WorkerExtension:
         If the digest differs from what was sent, the update must not be finished.
         """
         tensors, reading = self.rollout_buckets.read(path, entries)
-        self.model_runner.get_model().load_weights(iter(tensors.items()))
+        with self.rollout_configured():
+            self.model_runner.get_model().load_weights(iter(tensors.items()))
         del tensors
         return self.rollout_buckets.verified(reading, digest), self.rollout_buckets.held()
 
@@ -121,7 +132,8 @@ class WorkerExtension:
         )
 
         model = self.model_runner.get_model()
-        finalize_layerwise_reload(model, self.model_config)
+        with self.rollout_configured():
+            finalize_layerwise_reload(model, self.model_config)
         model.rollout_updating = False
         self.model_runner.reset_lora_state()
         self.model_runner.reset_encoder_cache()
