@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import contextmanager
 
 import numpy as np
@@ -84,7 +85,19 @@ def whole(ranks, models, program):
     return program.policy_of(models / "even", ranks, "whole")
 
 
-def test_all_weights_are_trained_sent_and_written_as_a_model(whole, models, program, tmp_path):
+class Gathering:
+    """A mapping that notes which weights were gathered."""
+
+    def __init__(self, mapping, names):
+        self._mapping, self._names = mapping, names
+
+    def weights(self, *arguments):
+        for name, weight in self._mapping.weights(*arguments):
+            self._names.append(name)
+            yield name, weight
+
+
+def test_all_weights_are_trained_sent_and_written_as_a_model(whole, models, program, tmp_path, monkeypatch):
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -93,6 +106,12 @@ def test_all_weights_are_trained_sent_and_written_as_a_model(whole, models, prog
     sent = {weight.name: weight.data.tobytes() for weight in whole.named_weights()}
     assert sent.keys() == before.keys()
     assert not [name for name in sent if sent[name] == before[name]]
+    follower, gathered = dataclasses.replace(whole.settings, sends=False), []
+    with monkeypatch.context() as patched:
+        patched.setattr(whole, "settings", follower)
+        patched.setattr(whole, "_mapping", Gathering(whole._mapping, gathered))
+        assert list(whole.named_weights()) == []
+    assert gathered == list(sent), "it takes part to the end"
     whole.save_pretrained(tmp_path / "trained")
     write = whole.export()
     batch = program.batch_of(3, 1)

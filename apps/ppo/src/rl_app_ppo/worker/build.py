@@ -355,7 +355,7 @@ class _TrainedRoles:
                 records_experts=config.algorithm.router_replay == "R2",
                 teacher_ema=config.algorithm.teacher_ema,
                 sent_as=config.rollout.dtype,
-                sends=_sends(config, call),
+                sends=sends_weights(config, call),
             ),
         )
         if shares_base(config) and isinstance(generator, SharesBase):
@@ -397,7 +397,7 @@ def sender_of(config: AppConfig, call: BuildCall, policy: TrainedPolicy) -> Endp
     """
     adapters = config.sends_adapters
     source = AdapterOnly(policy) if adapters else policy
-    if not _sends(config, call):
+    if not sends_weights(config, call):
         return FollowerEndpoint(source)
     engine = weight_engine(config, call)
     if adapters:
@@ -406,6 +406,6 @@ def sender_of(config: AppConfig, call: BuildCall, policy: TrainedPolicy) -> Endp
     return SenderEndpoint(engine, source, dtype=config.rollout.dtype)
 
 
-def _sends(config: AppConfig, call: BuildCall) -> bool:
+def sends_weights(config: AppConfig, call: BuildCall) -> bool:
     """Whether this rank of the actor sends the weights."""
     return not call.rank or rollout_in_actor(config.placement)

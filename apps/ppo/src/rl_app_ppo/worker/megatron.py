@@ -11,7 +11,7 @@ import torch
 import rl_trainer
 from rl_app_ppo.config.placement import Role
 from rl_app_ppo.config.schema import AppConfig
-from rl_app_ppo.worker.build import Build, Built, join_timeout_s, sender_of
+from rl_app_ppo.worker.build import Build, Built, join_timeout_s, sender_of, sends_weights
 from rl_app_ppo.worker.messages import BuildCall
 from rl_app_ppo.worker.update_meter import meter_of
 from rl_megatron_peft import Layout, LoraConfig
@@ -109,7 +109,7 @@ def build_megatron(
         if role == "ref":
             reference = megatron_policy(config, Path(call.reference_path or path), ranks, frozen=True)
             return ReferenceWorker(plane, columns, reference, temperature), None
-        policy = megatron_policy(config, path, ranks)
+        policy = megatron_policy(config, path, ranks, sends=sends_weights(config, call))
         if call.adapter_path:
             with _loading("lora.adapter_path"):
                 policy.load_adapter(Path(call.adapter_path))
@@ -130,10 +130,12 @@ def _loading(key: str) -> Generator[None]:
         raise
 
 
-def megatron_policy(config: AppConfig, path: Path, ranks: Ranks, *, frozen: bool = False) -> MegatronPolicyBackend:
+def megatron_policy(
+    config: AppConfig, path: Path, ranks: Ranks, *, frozen: bool = False, sends: bool = True
+) -> MegatronPolicyBackend:
     """Create this rank's part of the policy; models in one process get the same `ranks`.
 
-    A frozen one is a reference without an optimizer.
+    A frozen one is a reference without an optimizer. `sends`: see TrainSettings.
 
     Raises:
         ConfigError: Megatron-Core does not support the model or layout; names the setting.
@@ -156,6 +158,7 @@ def megatron_policy(config: AppConfig, path: Path, ranks: Ranks, *, frozen: bool
             distributed_optimizer=options.distributed_optimizer,
             merge_on_save=config.lora.merge_on_save,
             records_experts=config.algorithm.router_replay == "R2" and not frozen,
+            sends=sends,
         ),
         frozen=frozen,
     )

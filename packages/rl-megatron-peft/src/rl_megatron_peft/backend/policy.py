@@ -85,12 +85,14 @@ class MegatronPolicyBackend(MegatronLearner[PolicyLoss]):
         return {name if "/" in name else f"actor/{name}": value for name, value in found.items()}
 
     def named_weights(self) -> Iterable[WeightTensor]:
-        """Yield every weight, adapters merged in, by its name in the Hugging Face checkpoint.
+        """Yield every weight, adapters merged in, by its name in the Hugging Face checkpoint; none
+        without `TrainSettings.sends`.
 
         A collective: all ranks must exhaust the iterator. The model is not changed.
         """
         for name, weight in self._mapping.weights(self.model, self._merged):
-            yield to_weight(name, weight.cpu())
+            if self.settings.sends:
+                yield to_weight(name, weight.cpu())
 
     def adapter(self) -> Adapter:
         """Gather the whole adapter; a collective.

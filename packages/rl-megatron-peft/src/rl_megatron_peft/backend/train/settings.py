@@ -91,6 +91,8 @@ class TrainSettings:
             instead of PEFT folders.
         records_experts: `compute_log_probs` of a policy also returns the experts of each token,
             which an update with these columns replays.
+        sends: false on a rank whose weights another one sends: `named_weights` of a policy takes
+            part in gathering them, copies nothing to the host and yields nothing.
     """
 
     adam: AdamSettings = field(default_factory=AdamConfig)
@@ -105,3 +107,4 @@ class TrainSettings:
     distributed_optimizer: bool = False
     merge_on_save: bool = False
     records_experts: bool = False
+    sends: bool = True
