@@ -62,3 +62,27 @@ def test_the_layers_of_a_model_have_it(models):
     ranks = Ranks(layout=Layout(), tensor=0, pipeline=0, data=0, replicas=1, device=torch.device("cpu"))
     layer, *_ = _layers(ModelShape.read(models / "llama"), ranks).layer_specs
     assert layer.submodules.self_attention.submodules.core_attention is CausalAttention
+
+
+class OnGpu(torch.Tensor):
+    """A tensor of the CPU that says it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize(("dtype", "grouped"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_on_a_gpu_heads_are_grouped_only_where_flash_attention_computes(monkeypatch, dtype, grouped):
+    from rl_megatron_peft.backend.model.causal_attention import CausalAttention
+
+    attend, asked = torch.nn.functional.scaled_dot_product_attention, []
+
+    def noting(query, key, value, **options):
+        asked.append((key.shape[1], value.shape[1], options["enable_gqa"]))
+        return attend(query, key, value, **options)
+
+    given, attention = [each.detach() for each in inputs(5, dtype)], CausalAttention(softmax_scale=None)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noting)
+    on_gpu = attention(*(each.as_subclass(OnGpu) for each in given), None).float()
+    assert asked == [(2, 2, True) if grouped else (4, 4, False)]
+    want = attention(*given, None).float()
+    assert (on_gpu - want).norm() <= 1e-5 * want.norm()

@@ -33,6 +33,9 @@ class CausalAttention(torch.nn.Module):
             [tokens, rows, heads * D].
         """
         q, k, v = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+        groups = q.shape[1] // k.shape[1]
+        if groups > 1 and q.is_cuda and q.dtype == torch.float32:  # no kernel of a GPU groups these heads
+            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         out = torch.nn.functional.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=self._scale, enable_gqa=k.shape[1] != q.shape[1]
         )
