@@ -359,7 +359,9 @@ class RayConfig(Options):
     address: str = option(
         LOCAL, "local: start Ray on this machine and stop it at the end; auto or host:port: join a cluster"
     )
-    start_timeout_s: float = option(120.0, "timeout for the start of Ray and of the workers, seconds", gt=0)
+    start_timeout_s: float = option(
+        120.0, "timeout for the start of Ray and of the workers, seconds; with vLLM on GPUs by default 1800", gt=0
+    )
     cpus_per_worker: float = option(0.0, "CPUs Ray reserves for each worker process; 0: they share all CPUs", ge=0)
 
     def check(self, path: str) -> None:
