@@ -202,6 +202,22 @@ def test_on_a_gpu_heads_are_grouped_only_where_flash_attention_computes(monkeypa
     assert_equal_to_rounding(on_gpu, computed(q, k, v))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 100], ids=["causal", "window"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_attention_on_a_gpu_keeps_no_matrix_of_all_pairs_of_each_head(dtype, window):
+    if not torch.cuda.is_available():
+        pytest.skip("torch finds no GPU")
+    tokens, heads = 8192, 16
+    q, k, v = (torch.randn(1, n, tokens, 64, dtype=dtype, device="cuda", requires_grad=True) for n in (heads, 4, 4))
+    layout = laid_out([tokens]).to(q.device)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out, _ = packed_attention(torch.nn.Identity(), q, k, v, None, layout=layout, sliding_window=window)
+    out.sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < heads * tokens**2 * dtype.itemsize / 2
+
+
 def assert_equal_to_rounding(got, want):
     """The difference of two float32 sums is at most 1e-5 of the length of the vector."""
     assert (got - want).norm() <= 1e-5 * want.norm()
