@@ -13,7 +13,7 @@ from rl_rollout_vllm.engine.event_loop import LoopThread
 
 def test_the_end_of_a_loop_that_a_late_call_blocks_hides_no_error_and_comes_after_the_call(monkeypatch):
     monkeypatch.setattr(event_loop, "_CLOSE_TIMEOUT_S", 0.1)
-    late, loop = threading.Event(), LoopThread("late")
+    late, loop = threading.Event(), LoopThread()
 
     async def start() -> None:
         late.wait(60)
