@@ -3,6 +3,7 @@ transformers."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,12 +42,12 @@ _PEAKS = {
     "A40": 149.7 * _TERA,
     "A10": 125 * _TERA,
 }
-"""Dense bfloat16 FLOP/s by data sheet, by a part of the device's name; the first that fits."""
+"""Dense bfloat16 FLOP/s by data sheet, by words of the device's name; the first that fits."""
 
 
 def peak_flops(device_name: str) -> float | None:
     """Dense bfloat16 FLOP/s of a GPU by its data sheet; None: it is not known here."""
-    return next((peak for part, peak in _PEAKS.items() if part in device_name), None)
+    return next((peak for words, peak in _PEAKS.items() if re.search(rf"\b{words}\b", device_name)), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ class TrainingFlops:
         weights += output.weight.numel() if head else 0
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         factor = 4 if frozen else 6
-        return cls(factor * weights, 2 * factor * text.num_hidden_layers * text.num_attention_heads * size)
+        return cls(factor * weights, 12 * text.num_hidden_layers * text.num_attention_heads * size)
 
     def total(self, lengths: npt.NDArray[np.int64]) -> float:
         """Those of sequences of these lengths."""
