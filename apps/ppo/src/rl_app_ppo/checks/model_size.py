@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch.autograd.function import FunctionCtx
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AttentionInterface, AutoConfig
 from transformers.integrations.moe import ExpertsInterface
 
 from rl_app_ppo.checks.role_memory import ModelSize, TowerSize
@@ -17,7 +17,7 @@ from rl_app_ppo.demo.model import model_config
 from rl_app_ppo.demo.settings import ModelSettings
 from rl_protocol import ConfigError
 from rl_trainer.backends.experts.adapters import adapted_experts
-from rl_trainer.backends.loading import layer_names
+from rl_trainer.backends.loading import layer_names, model_class
 from rl_trainer.backends.output_head import OutputHead
 from rl_trainer.config.lora import LoraConfig
 from rl_trainer.data.images import FAMILIES
@@ -108,9 +108,8 @@ def _shapes(config: Any, dtype: torch.dtype) -> Any:
     """The model on `meta`: shapes without memory."""
     AttentionInterface.register(_SHAPES, _attention)
     ExpertsInterface.register(_SHAPES, _experts)
-    kind = AutoModelForImageTextToText if _sees(config) else AutoModelForCausalLM
     with torch.device("meta"):
-        model: Any = kind.from_config(config, dtype=dtype, attn_implementation=_SHAPES)
+        model: Any = model_class(config.model_type).from_config(config, dtype=dtype, attn_implementation=_SHAPES)
     model.set_experts_implementation(_SHAPES)
     return model
 

@@ -249,6 +249,11 @@ def _check_beside(bound: int, config: AppConfig) -> None:
         )
 
 
+def syncs_by_nccl(config: AppConfig) -> bool:
+    """Whether NCCL carries the weights, alone or as changes (`delta-nccl`)."""
+    return config.checkpoint_engine.backend.endswith("nccl")
+
+
 def _check_shared_gpus(config: AppConfig) -> None:
     """Check that replicas can have the GPUs of the actor's ranks, and give their memory back."""
     rollout = config.rollout
@@ -260,10 +265,10 @@ def _check_shared_gpus(config: AppConfig) -> None:
         raise ConfigError(
             f"{SHARE_GPUS}=true needs rollout.free_cache_engine=true, so that replicas give their memory back during updates; got false."
         )
-    if (engine := config.checkpoint_engine.backend).endswith("nccl"):
+    if syncs_by_nccl(config):
         raise ConfigError(
             f"{SHARE_GPUS}=true puts the actor and a replica on one GPU, which NCCL refuses in one group; set checkpoint_engine.backend=shm, "
-            f"or {ACROSS_HOSTS} on several hosts; got {engine}."
+            f"or {ACROSS_HOSTS} on several hosts; got {config.checkpoint_engine.backend}."
         )
     if rollout.num_workers * rollout.tensor_model_parallel_size != config.ranks:
         raise ConfigError(

@@ -19,7 +19,7 @@ from rl_app_ppo.config.devices import PlannedProcess, described_gpus, host_bundl
 from rl_app_ppo.config.hosts import match_nodes
 from rl_app_ppo.config.loading import to_yaml
 from rl_app_ppo.config.model_path import given_critic_adapter, given_reference
-from rl_app_ppo.config.placement import Role, WorkerGroup
+from rl_app_ppo.config.placement import Role, WorkerGroup, syncs_by_nccl
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.driver.adapter_conversion import initial_adapter
 from rl_app_ppo.inputs.input_files import Digests
@@ -304,8 +304,7 @@ class WorkerPool:
         NCCL has one interface in a process, which must reach the replicas, too, if it carries the
         weights.
         """
-        carries_weights = self._config.checkpoint_engine.backend.endswith("nccl")
-        return self._network_of(self.processes if carries_weights else ranks)
+        return self._network_of(self.processes if syncs_by_nccl(self._config) else ranks)
 
     def _network_of(self, processes: Sequence[RayProcess]) -> RankNetwork:
         """Through which network these processes reach each other: loopback, if they share it."""

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig
 
 from rl_app_ppo.config.placement import Role
 from rl_app_ppo.config.schema import AppConfig
-from rl_trainer.data.images import FAMILIES
+from rl_trainer.backends.loading import model_class
 from rl_trainer.workers.model import UpdateMeter
 
 _TERA = 1e12
@@ -74,9 +74,8 @@ class TrainingFlops:
             head: whether the model has its output layer.
         """
         config: Any = AutoConfig.from_pretrained(str(path), local_files_only=True)
-        kind = AutoModelForImageTextToText if config.model_type in FAMILIES else AutoModelForCausalLM
         with torch.device("meta"):
-            model: Any = kind.from_config(config)
+            model: Any = model_class(config.model_type).from_config(config)
         text, output = config.get_text_config(), model.get_output_embeddings()
         weights = _multiplied(model.get_decoder(), getattr(text, "num_experts_per_tok", None))
         weights += output.weight.numel() if head else 0

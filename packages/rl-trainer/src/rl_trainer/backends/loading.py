@@ -76,7 +76,12 @@ def _kind(path: str | Path, *, packed: bool) -> tuple[Any, dict[str, Any]]:
         register_packed_attention()
         language = {"text_config": PACKED_ATTENTION} if family in FAMILIES else PACKED_ATTENTION
         attention = {"attn_implementation": language}
-    return AutoModelForImageTextToText if family in FAMILIES else AutoModelForCausalLM, attention
+    return model_class(family), attention
+
+
+def model_class(family: str) -> Any:
+    """The class of transformers that makes models of a `model_type`: with images, or text only."""
+    return AutoModelForImageTextToText if family in FAMILIES else AutoModelForCausalLM
 
 
 def _family(path: str | Path) -> str:
