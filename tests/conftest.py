@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 
+from nightly_record import NightlyRecord
 from process_settings import seed_all, settings_kept
 
 sys.path[1:1] = [f"{sys.path[0]}/{folder}" for folder in ("devices", "models", "runs")]
@@ -48,6 +49,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 EXCLUSIVE = ("slow", "nightly", "gpu", "vllm", "bridge")
 """Markers that say where or when a test runs."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Record the results of `-m nightly`, in the process that reports them."""
+    if config.option.markexpr == "nightly" and not hasattr(config, "workerinput") and not config.option.collectonly:
+        config.pluginmanager.register(NightlyRecord())
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -156,7 +163,7 @@ def base_model(make_demo_model):
 
 
 @pytest.fixture
-def install_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
+def install_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     """Return a function that installs a distribution with the given entry points.
 
     It takes the group of the entry points and pairs of `name="module:attribute"`, and returns the
@@ -164,8 +171,6 @@ def install_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     on, all of version 1.0. Unless `allowed=False`, it also allows the entry points in the file that
     RL_PLUGINS names, as an operator would.
     """
-    from rl_trainer.config.registry import installed
-
     monkeypatch.delenv("RL_PLUGINS", raising=False)
     count = 0
 
@@ -183,11 +188,9 @@ def install_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
             with (tmp_path / "plugins.toml").open("a") as file:
                 file.writelines(f'[{group}.{name}]\ndistribution = "{distribution}"\n' for name in points)
             monkeypatch.setenv("RL_PLUGINS", str(tmp_path / "plugins.toml"))
-        installed.cache_clear()
         return site
 
-    yield install
-    installed.cache_clear()
+    return install
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from typing import ClassVar
 import pytest
 
 import rl_ckpt_engine
-from rl_ckpt_engine import Capabilities, CheckpointEngine, CheckpointEngineConfig, CheckpointEngineRegistry
+from rl_ckpt_engine import Capabilities, CheckpointEngine, CheckpointEngineConfig, CheckpointEngineRegistry, plugins
 from rl_ckpt_engine.engines.contract import check_capabilities
 from rl_ckpt_engine.engines.network.tcp import TcpEngine
 from rl_ckpt_engine.engines.one_host.naive import NaiveEngine
@@ -45,17 +45,18 @@ class HalfEngine(SilentEngine):
 
 
 class Points:
-    """A fake of importlib.metadata.entry_points that records what was loaded."""
+    """A fake of `installed_plugins` that records what was loaded."""
 
     def __init__(self, **offers: object) -> None:
         self.offers = offers
         self.twice: set[str] = set()
         self.loaded: list[str] = []
 
-    def __call__(self, *, group: str, name: str | None = None) -> list[metadata.EntryPoint]:
+    def __call__(self, group: str) -> metadata.EntryPoints:
         assert group == "rl_ckpt_engine.backends"
-        names = [n for n in self.offers if name in (None, n)]
-        return [self._point(n) for n in names for _ in range(2 if n in self.twice else 1)]
+        return metadata.EntryPoints(
+            self._point(name) for name in self.offers for _ in range(2 if name in self.twice else 1)
+        )
 
     def _point(self, name: str) -> metadata.EntryPoint:
         owner = self
@@ -96,7 +97,7 @@ def points(monkeypatch: pytest.MonkeyPatch) -> Points:
         broken=ImportError("No module named 'cupy'"),
         alias=PluginEngine,
     )
-    monkeypatch.setattr(metadata, "entry_points", fake)
+    monkeypatch.setattr(plugins, "installed_plugins", fake)
     return fake
 
 

@@ -108,6 +108,6 @@ def test_an_option_does_not_need_itself_and_a_group_alone_needs_nothing_from_oth
 
 def test_an_installed_value_may_read_any_option(monkeypatch):
     offered = EntryPoint(name="mine", value="a:b", group="some.losses")
-    monkeypatch.setattr(option_tree, "entry_points", lambda group: [offered] if group == "some.losses" else [])
+    monkeypatch.setattr(option_tree, "installed_plugins", lambda group: [offered] if group == "some.losses" else [])
     assert need("actor.loss.tau", Run(actor=Actor(loss=Loss(mode="mine")))) == ""
     assert need("actor.loss.tau", Run(actor=Actor(loss=Loss(mode="other")))) == "actor.loss.mode=gate or soft"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rl_protocol import ConfigError
-from rl_protocol.support.plugins import ALLOW_FILE, check_installed, fingerprint, load_installed
+from rl_protocol.support.plugins import ALLOW_FILE, check_installed, fingerprint, installed_plugins, load_installed
 
 GROUP = "rl_x.things"
 
@@ -45,6 +45,24 @@ def listed(tmp_path: Path) -> Callable[[str], dict[str, str]]:
 
 def entry(**facts: str) -> str:
     return f"[{GROUP}.it]\n" + "".join(f'{key} = "{value}"\n' for key, value in facts.items())
+
+
+def test_installed_plug_ins_are_read_once_and_again_when_the_path_changes(tmp_path, monkeypatch):
+    def install(name: str) -> None:
+        info = tmp_path / name / f"{name}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[{GROUP}]\n{name} = module:thing\n")
+        monkeypatch.syspath_prepend(tmp_path / name)
+
+    reads: list[None] = []
+    entry_points = importlib.metadata.entry_points
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda: reads.append(None) or entry_points())
+    install("one")
+    assert [installed_plugins(group).names for group in (GROUP, GROUP, "rl_x.others")] == [{"one"}, {"one"}, set()]
+    assert len(reads) == 1
+    install("two")
+    assert installed_plugins(GROUP).names == {"one", "two"}
 
 
 def test_what_is_allowed_loads_pinned_or_not(point, listed):

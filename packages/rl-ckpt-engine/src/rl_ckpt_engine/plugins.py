@@ -31,7 +31,16 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from rl_protocol.errors import ConfigError
-from rl_protocol.support.plugins import ALLOW_FILE, AllowList, check, load, owner, read_allow_list, same_distribution
+from rl_protocol.support.plugins import (
+    ALLOW_FILE,
+    AllowList,
+    check,
+    installed_plugins,
+    load,
+    owner,
+    read_allow_list,
+    same_distribution,
+)
 from rl_protocol.support.trusted_files import load_object, names_file
 
 PluginKind: TypeAlias = Literal["backends", "managers"]
@@ -81,7 +90,7 @@ def load_plugin(kind: PluginKind, name: str, policy: PluginPolicy) -> object:
         return _load_path(kind, name, policy)
     points = entry_points(kind, name)
     if not points:
-        installed = sorted(point.name for point in metadata.entry_points(group=_group(kind)))
+        installed = sorted(plugin_names(kind))
         raise ConfigError(
             f"No installed package offers {name!r} in group {_group(kind)}; installed are {', '.join(installed) or 'none'}. Install the "
             "package on the driver and on all workers."
@@ -95,12 +104,12 @@ def load_plugin(kind: PluginKind, name: str, policy: PluginPolicy) -> object:
 
 def entry_points(kind: PluginKind, name: str) -> list[metadata.EntryPoint]:
     """Entry points of that name; imports nothing."""
-    return list(metadata.entry_points(group=_group(kind), name=name))
+    return list(installed_plugins(_group(kind)).select(name=name))
 
 
 def plugin_names(kind: PluginKind) -> set[str]:
     """Names offered by installed packages, allowed or not; imports nothing."""
-    return {point.name for point in metadata.entry_points(group=_group(kind))}
+    return {point.name for point in installed_plugins(_group(kind))}
 
 
 def _load_path(kind: PluginKind, path: str, policy: PluginPolicy) -> object:
@@ -108,12 +117,12 @@ def _load_path(kind: PluginKind, path: str, policy: PluginPolicy) -> object:
     value = path if kind == "backends" or ":" in path else ":".join(path.rsplit(".", 1))
     point = metadata.EntryPoint(path, value, _group(kind))
     listed = policy.allowed.get(_PACKAGE, {}).get(kind, {}).get(path)
-    owners = metadata.packages_distributions().get(point.module.partition(".")[0], [])
     if listed is None and policy.allow_unsafe_plugins:
         _log.warning(
             "UNSAFE: importing %s from a module path named in the settings, unchecked (allow_unsafe_plugins).", path
         )
         return load(point, pinned=False)
+    owners = metadata.packages_distributions().get(point.module.partition(".")[0], [])
     if not owners:
         raise ConfigError(
             f"{path!r} is a module path, and no installed distribution contains that module; such code loads only with allow_unsafe_plugins on "

@@ -7,10 +7,10 @@ import functools
 import re
 import typing
 from collections.abc import Iterator, Mapping
-from importlib.metadata import entry_points
 from typing import Any, cast
 
 from rl_protocol.support.options import Condition, OptionSpec, Resume, spec_of
+from rl_protocol.support.plugins import installed_plugins
 
 _CONDITION = re.compile(r"(?P<no>!?)(?P<key>[\w.]+)(?:(?P<sign>!=|=|>)(?P<value>.*))?")
 
@@ -171,4 +171,4 @@ def _installed(root: object, key: str, value: object) -> bool:
     """Whether an installed package offers the value of that key."""
     spec = next((option.spec for option in list_options(type(root)) if option.key == key), None)
     group = spec.plugins if spec else ""
-    return bool(group) and value in {entry.name for entry in entry_points(group=group)}
+    return bool(group) and value in {entry.name for entry in installed_plugins(group)}

@@ -19,6 +19,7 @@ are always allowed.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -152,6 +153,25 @@ def load(point: metadata.EntryPoint, *, pinned: bool) -> object:
         ) from error
 
 
+def installed_plugins(group: str) -> metadata.EntryPoints:
+    """Entry points of installed packages in that group; imports none of them.
+
+    The packages are read once per `sys.path`: that takes 30 ms with 150 of them.
+    """
+    return _in_group(group, tuple(sys.path))
+
+
+@functools.lru_cache(maxsize=64)
+def _in_group(group: str, path: tuple[str, ...]) -> metadata.EntryPoints:
+    return _in_all_groups(path).select(group=group)
+
+
+@functools.lru_cache(maxsize=1)
+def _in_all_groups(path: tuple[str, ...]) -> metadata.EntryPoints:
+    del path
+    return metadata.entry_points()
+
+
 def owner(point: metadata.EntryPoint) -> str:
     """Value, distribution and version of an entry point, for messages."""
     return f"{point.value} of " + (
@@ -242,7 +262,7 @@ def main() -> None:
     """Print an allow-list of the installed plug-ins of the packages given as arguments, such as
     rl_trainer."""
     groups = [group for group in metadata.entry_points().groups if group.partition(".")[0] in sys.argv[1:]]
-    sys.stdout.write(listing(point for group in sorted(groups) for point in metadata.entry_points(group=group)))
+    sys.stdout.write(listing(point for group in sorted(groups) for point in installed_plugins(group)))
 
 
 if __name__ == "__main__":

@@ -6,26 +6,19 @@ The operator allows packages (`rl_protocol.support.plugins`), the user allows fi
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Mapping
 from dataclasses import is_dataclass
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from rl_protocol import ConfigError
 from rl_protocol.support.options import nearest
-from rl_protocol.support.plugins import load_installed
+from rl_protocol.support.plugins import installed_plugins, load_installed
 from rl_protocol.support.trusted_files import FILES, load_object, names_file
 
 T = TypeVar("T")
-
-
-@functools.cache
-def installed(group: str) -> tuple[EntryPoint, ...]:
-    """Entry points of installed packages in that group; cached for the process."""
-    return tuple(entry_points(group=group))
 
 
 class Registry(Generic[T]):
@@ -54,7 +47,7 @@ class Registry(Generic[T]):
 
     def names(self) -> list[str]:
         """All names, built-in ones first."""
-        offered = {entry.name for entry in installed(self._group)}
+        offered = {entry.name for entry in installed_plugins(self._group)}
         return [*self._built_in, *sorted(offered - self._built_in.keys())]
 
     def get(self, name: str) -> T:
@@ -66,7 +59,7 @@ class Registry(Generic[T]):
         """
         if names_file(name):
             return self._load_file(name)
-        offered = [entry for entry in installed(self._group) if entry.name == name]
+        offered = [entry for entry in installed_plugins(self._group) if entry.name == name]
         if len(offered) + (name in self._built_in) > 1:
             where = ", ".join(entry.value for entry in offered)
             raise ConfigError(

@@ -19,9 +19,8 @@ from typing import Any
 from rl_protocol import ConfigError
 from rl_protocol.errors import located_error
 from rl_protocol.support.options import nearest
-from rl_protocol.support.plugins import check_installed, load_installed
+from rl_protocol.support.plugins import check_installed, installed_plugins, load_installed
 from rl_protocol.support.trusted_files import check_object, find_object, load_object, written_signature
-from rl_trainer.config.registry import installed
 from rl_trainer.rewards.functions import ARGUMENTS, BATCH_ARGUMENTS, misfit
 
 ENTRY_POINTS = "rl_trainer.rewards"
@@ -103,12 +102,12 @@ def _load_named(name: str, environment: Mapping[str, str]) -> Any:
 
 def reward_names() -> list[str]:
     """The names of the built-in reward functions, and of those that installed packages offer."""
-    return sorted({*BUILT_IN, *(entry.name for entry in installed(ENTRY_POINTS))})
+    return sorted({*BUILT_IN, *(entry.name for entry in installed_plugins(ENTRY_POINTS))})
 
 
 def _find(name: str) -> EntryPoint:
     found = [EntryPoint(name, BUILT_IN[name], ENTRY_POINTS)] if name in BUILT_IN else []
-    found += [entry for entry in installed(ENTRY_POINTS) if entry.name == name]
+    found += [entry for entry in installed_plugins(ENTRY_POINTS) if entry.name == name]
     if len(found) == 1:
         return found[0]
     if found:

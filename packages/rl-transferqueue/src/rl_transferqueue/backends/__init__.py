@@ -81,9 +81,9 @@ class Backend(Protocol):
 
 
 def _entry_points() -> EntryPoints:
-    from importlib.metadata import entry_points  # slow to import, rarely needed
+    from rl_protocol.support.plugins import installed_plugins  # slow to import, rarely needed
 
-    return entry_points(group=ENTRY_POINT_GROUP)
+    return installed_plugins(ENTRY_POINT_GROUP)
 
 
 def backend_names() -> tuple[str, ...]:
