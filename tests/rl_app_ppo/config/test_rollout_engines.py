@@ -131,13 +131,13 @@ def test_it_gets_whole_weights_unless_it_says_that_it_takes_adapters(someones, m
 def test_its_own_checks_run_before_a_process_starts(someones, tmp_path, monkeypatch):
     config = load_config([NAME])
     preflight(Facts(config, PluginPolicy()))
-    monkeypatch.setattr(someones, "GPUS", 99)
-    with pytest.raises(ConfigError, match="parrot needs a GPU"):
-        check_gpus(config, ("cpu",))
-    monkeypatch.setattr(someones, "MISSING", "libparrot")
-    with pytest.raises(ConfigError, match=r"rollout\.name=parrot needs libparrot, which is not installed"):
-        check_installed_engines(config)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(someones, "GPUS", 99)
+        with pytest.raises(ConfigError, match="parrot needs a GPU"):
+            check_gpus(config, ("cpu",))
+        patch.setattr(someones, "MISSING", "libparrot")
+        with pytest.raises(ConfigError, match=r"rollout\.name=parrot needs libparrot, which is not installed"):
+            check_installed_engines(config)
     (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 6, "max_position_embeddings": 64}))
     (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     with pytest.raises(ConfigError, match="heads are divisible by 3"):
