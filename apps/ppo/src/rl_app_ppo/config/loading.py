@@ -37,7 +37,7 @@ from rl_app_ppo.config.placement import (
     shared_gpu_defaults,
 )
 from rl_app_ppo.config.plain_yaml import flatten, parse_yaml, read_yaml, yaml_text
-from rl_app_ppo.config.presets import ALGORITHM, NO_PRESET, PRESET, Source, choose, is_file, layer_text, named_presets
+from rl_app_ppo.config.presets import ALGORITHM, NO_PRESET, PRESET, Source, choose, is_file, layer_values, named_presets
 from rl_app_ppo.config.rollout_engines import ROLLOUT_ENGINES
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.config.training_backends import TRAINING_BACKENDS, TrainingBackendSpec, get_training_backend
@@ -150,10 +150,12 @@ def resolve(overrides: Sequence[str] = (), config_file: Path | None = None, give
     settings = {option.key: Setting(option.default, "default") for option in options()}
     node = _new_node()
     _lay(node, settings, below)
-    base = {key: _get(node, key) for key in settings}
+    base = flatten(_contents(node))
     _lay(node, settings, [(origin, _values(layer)) for origin, layer in spelled])
-    settings = {key: Setting(_get(node, key), setting.origin) for key, setting in settings.items()}
-    config = build(AppConfig, cast(dict[str, Any], OmegaConf.to_container(node, resolve=True)))
+    contents = _contents(node)
+    flat = flatten(contents)
+    settings = {key: Setting(flat[key], setting.origin) for key, setting in settings.items()}
+    config = build(AppConfig, contents)
     changed = {key: setting.value for key, setting in settings.items() if setting.value != base[key]}
     layers = [origin for origin, layer in [*below, *spelled] if layer.keys() - set(_NAMES)]
     return Resolved(config, settings, changed, ("defaults", *layers))
@@ -199,7 +201,7 @@ def _layers_below(given: Sequence[Source]) -> list[Source]:
     )
     read |= {name: _preset(name) for name in choice.presets if name not in read}
     named = [
-        (f"algorithm={choice.algorithm.name}", _layer("algorithms", choice.algorithm.name)),
+        (f"algorithm={choice.algorithm.name}", layer_values("algorithms", choice.algorithm.name)),
         *((f"preset={name}", _values(read[name])) for name in choice.presets),
     ]
     chosen = {key: value for _, values in [*named, *given] for key, value in values.items()}
@@ -293,7 +295,7 @@ def _of_old_log_prob(chosen: Mapping[str, object]) -> list[Source]:
 def _preset(name: str) -> Mapping[str, Any]:
     """The values of a built-in preset or of a YAML file."""
     if not is_file(name):
-        return {} if name == NO_PRESET else _layer("presets", name)
+        return {} if name == NO_PRESET else layer_values("presets", name)
     values = flatten(read_yaml(Path(name).expanduser(), PRESET))
     if PRESET in values:
         raise ConfigError(
@@ -305,12 +307,8 @@ def _preset(name: str) -> Mapping[str, Any]:
 def algorithm_label(config: AppConfig) -> str:
     """The algorithm's name, or the advantage estimator if it is not that of the algorithm."""
     algorithm = config.algorithm
-    usual = _layer("algorithms", algorithm.name).get("algorithm.adv_estimator", algorithm.adv_estimator)
+    usual = layer_values("algorithms", algorithm.name).get("algorithm.adv_estimator", algorithm.adv_estimator)
     return algorithm.name if algorithm.adv_estimator == usual else algorithm.adv_estimator
-
-
-def _layer(kind: str, name: str) -> dict[str, Any]:
-    return flatten(parse_yaml(layer_text(kind, name)))
 
 
 def _lay(node: DictConfig, settings: dict[str, Setting], layers: Sequence[Source]) -> None:
@@ -323,10 +321,14 @@ def _lay(node: DictConfig, settings: dict[str, Setting], layers: Sequence[Source
 
 def to_yaml(config: AppConfig) -> str:
     """The resolved configuration as YAML for `--config`, without the groups of other engines."""
+    return yaml_text(_shown_groups(config))
+
+
+def _shown_groups(config: AppConfig) -> dict[str, Any]:
     values = dataclasses.asdict(config)
     for group in _hidden_groups(config.model_engine):
         del values[group]
-    return yaml_text(values)
+    return values
 
 
 def shown_yaml(config: AppConfig) -> str:
@@ -334,14 +336,14 @@ def shown_yaml(config: AppConfig) -> str:
 
     Read back, it is the same configuration.
     """
-    values = flat_settings(to_yaml(config))
-    shown = OmegaConf.create()
+    values = flatten(_shown_groups(config))
+    shown: dict[str, Any] = {}
     for option in options(config.model_engine):
         value = values[option.key]
-        default = list(option.default) if isinstance(option.default, tuple) else option.default
-        if value != default or not unmet_need(config, option):
-            OmegaConf.update(shown, option.key, value)
-    return yaml_text(OmegaConf.to_container(shown))
+        if value != option.default or not unmet_need(config, option):
+            *groups, name = option.key.split(".")
+            functools.reduce(lambda inside, group: inside.setdefault(group, {}), groups, shown)[name] = value
+    return yaml_text(shown)
 
 
 def flat_settings(text: str) -> dict[str, Any]:
@@ -438,6 +440,23 @@ def _set(node: DictConfig, key: str, value: Any) -> None:
         OmegaConf.update(node, key, items(value) if option.is_list and not refers else value)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{key} must be of type {option.type}; got {value!r} ({type(value).__name__}).") from error
+
+
+def _contents(node: DictConfig) -> dict[str, Any]:
+    """The values of all settings, as `_get` returns them, in nested groups."""
+    try:
+        return cast(dict[str, Any], _with_tuples(OmegaConf.to_container(node, resolve=True)))
+    except OmegaConfBaseException:
+        for option in options():
+            _get(node, option.key)  # raises for the one at fault
+        raise
+
+
+def _with_tuples(value: Any) -> Any:
+    """The lists in nested groups as tuples."""
+    if isinstance(value, dict):
+        return {name: _with_tuples(inner) for name, inner in cast(dict[str, Any], value).items()}
+    return tuple(cast(list[Any], value)) if isinstance(value, list) else value
 
 
 def _get(node: DictConfig, key: str) -> Any:

@@ -8,12 +8,14 @@ data files of the user, whose paths they name. A preset can also be a YAML file 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
+from types import MappingProxyType
 from typing import Any
 
-from rl_app_ppo.config.plain_yaml import parse_yaml
+from rl_app_ppo.config.plain_yaml import flatten, parse_yaml
 from rl_protocol import ConfigError
 from rl_protocol.support.options import items, nearest
 
@@ -88,6 +90,12 @@ def layer_text(kind: str, name: str) -> str:
     return (resources.files("rl_app_ppo.config") / "builtin" / kind / f"{name}.yaml").read_text(encoding="utf-8")
 
 
+@functools.cache
+def layer_values(kind: str, name: str) -> Mapping[str, Any]:
+    """Dotted key -> value of the layer `name`; `kind` is algorithms or presets."""
+    return MappingProxyType(flatten(parse_yaml(layer_text(kind, name))))
+
+
 def is_file(preset: str) -> bool:
     """Whether a value of `preset=` is a file and no name."""
     return preset.endswith((".yaml", ".yml"))
@@ -97,7 +105,7 @@ def of_demo(preset: str) -> bool:
     """Whether a value of `preset=` has the values of a demo's model and task."""
     if preset == NO_PRESET or is_file(preset):
         return False
-    return "demo" in parse_yaml(layer_text("presets", preset)).get("data", {})
+    return "data.demo" in layer_values("presets", preset)
 
 
 def named_presets(sources: Sequence[Source]) -> tuple[str, ...]:
