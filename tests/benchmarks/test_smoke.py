@@ -87,9 +87,17 @@ def test_it_runs_with_vllm(name: str, script: Callable[..., str]):
     assert len(script(name, "--smoke").strip().splitlines()) >= 2
 
 
-@pytest.mark.slow
-def test_the_controller_bottleneck(script: Callable[..., str]):
-    planes = ["driver", "driver-buffers", "simple", "ray", *(["transferqueue"] if PEER else [])]
+PLANES = ["driver", "driver-buffers", "simple", "ray", *(["transferqueue"] if PEER else [])]
+
+
+@pytest.mark.parametrize(
+    "planes",
+    [
+        pytest.param(["driver", "simple"], marks=pytest.mark.slow, id="driver and simple"),
+        pytest.param(PLANES, marks=pytest.mark.nightly, id="all"),
+    ],
+)
+def test_the_controller_bottleneck(script: Callable[..., str], planes: list[str]):
     printed = script("bench_controller_bottleneck.py", "--smoke", "--planes", ",".join(planes))
     assert [plane for plane in planes if f"'plane': '{plane}'" in printed] == planes
 

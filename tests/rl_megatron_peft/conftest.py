@@ -92,16 +92,20 @@ def run_program(models, out, cases, *worlds):
 
 @pytest.fixture(scope="session")
 def runs(models, tmp_path_factory):
-    """Folder with the results of one rank, and of two as TP2, PP2 and DP2."""
-    return made_once(tmp_path_factory, "megatron_runs", lambda out: run_program(models, out, "some", "one", "two"))
+    """Folder with the results of one rank, of two in five layouts, and of four as TP2 with PP2."""
+
+    def make(out):
+        run_program(models, out, "some", "one", "two", "grid")
+
+    return made_once(tmp_path_factory, "megatron_runs", make)
 
 
 @pytest.fixture(scope="session")
 def more_runs(models, tmp_path_factory):
-    """Folder with the other cases, and all cases on four ranks as TP2 with PP2."""
+    """Folder with the other cases, and all cases of four ranks in other layouts; nightly."""
 
     def make(out):
-        run_program(models, out, "rest", "one", "two")
+        run_program(models, out, "rest", "one", "two", "grid")
         run_program(models, out, "all", "four")
 
     return made_once(tmp_path_factory, "more_megatron_runs", make)

@@ -18,12 +18,19 @@ from ranks import in_ranks
 WORLDS = {
     "one": {"one": (1, 1)},
     "two": {"tp2": (2, 1), "pp2": (1, 2), "dp2": (1, 1), "zero2": (1, 1), "sp2": (2, 1, True)},
-    "four": {"tp2pp2": (2, 2), "sp2pp2": (2, 2, True), "zero2tp2": (2, 1), "zero2pp2": (1, 2), "zero4": (1, 1)},
+    "grid": {"tp2pp2": (2, 2)},
+    "four": {"sp2pp2": (2, 2, True), "zero2tp2": (2, 1), "zero2pp2": (1, 2), "zero4": (1, 1)},
 }  # in zero<n>, n replicas share the optimizer state
 CASES = {"some": (("llama", "fused"), ("qwen2", "canonical"), ("qwen3", "fused"), ("qwen2", "fused-dora"))}
 CASES["rest"] = (("llama", "canonical"), ("qwen2", "fused"), ("qwen3", "canonical"), ("llama", "canonical-dora"))
 CASES["all"] = CASES["some"] + CASES["rest"]
-CURVES = {"some": (("qwen2", "fused", True, 0.0), ("qwen3", "canonical-dora", False, 0.3))}
+CURVES = {
+    "some": (
+        ("qwen2", "fused", True, 0.0),
+        ("qwen3", "canonical-dora", False, 0.3),
+        ("even", "whole", True, 0.0),
+    )
+}
 CURVES["rest"] = (("qwen3", "canonical-dora", True, 0.0), ("even", "whole", True, 0.0))
 CURVES["all"] = CURVES["rest"]
 # CURVES: family, kind, whether it resumes halfway (Megatron's writer is slow), dropout
@@ -39,7 +46,7 @@ BEFORE = {
     "tp2pp2": "zero2",
     "zero2tp2": "zero2",
 }
-SIZES = {"one": 1, "two": 2, "four": 4}
+SIZES = {"one": 1, "two": 2, "grid": 4, "four": 4}
 HEAD = {"value_head.weight": [[0.1 * (-1) ** i for i in range(32)]], "value_head.bias": [0.3]}
 TARGETS = {"fused": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")}
 TARGETS["canonical"] = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")

@@ -14,6 +14,13 @@ ENGINES = {
 }
 
 
+def engines(*of_ci):
+    """A parameter for each engine, which is run by CI or in the nightly suite."""
+    return [
+        pytest.param(engine, marks=pytest.mark.slow if engine in of_ci else pytest.mark.nightly) for engine in ENGINES
+    ]
+
+
 @pytest.fixture
 def trained(app, moe_model, tmp_path):
     """Train the model for three steps, with more settings; return the finished run."""
@@ -40,8 +47,7 @@ def trained(app, moe_model, tmp_path):
     return run
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", engines("torch", "megatron"))
 def test_all_experts_are_trained_and_reach_rollout_and_checkpoint(trained, moe_model, engine):
     from safetensors.torch import load_file
 
@@ -58,8 +64,7 @@ def _routers(weights):
     return [name for name in weights if name.endswith("mlp.gate.weight")]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", engines("fsdp"))
 def test_adapters_of_experts_are_trained_and_saved_as_peft_reads_them(trained, moe_model, engine):
     import peft
     from safetensors.torch import load_file
@@ -76,8 +81,7 @@ def test_adapters_of_experts_are_trained_and_saved_as_peft_reads_them(trained, m
     assert all(adapted.state_dict()[name.replace(".weight", ".default.weight")].equal(saved[name]) for name in experts)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", engines("megatron"))
 def test_training_starts_from_adapters_of_experts_that_peft_has_saved(trained, moe_model, tmp_path, engine):
     """Steps that change nothing write the adapter that they started from."""
     import peft

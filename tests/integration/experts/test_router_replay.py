@@ -38,7 +38,7 @@ def run(app, moe_model, folder, *settings):
     [
         pytest.param("R3", "fsdp", marks=pytest.mark.slow),
         pytest.param("R2", "torch", marks=pytest.mark.nightly),
-        pytest.param("R2", "megatron", marks=pytest.mark.slow),
+        pytest.param("R2", "megatron", marks=pytest.mark.nightly),
     ],
 )
 def test_a_run_replays_experts(app, moe_model, tmp_path, replay, engine):

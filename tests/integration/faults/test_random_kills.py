@@ -279,7 +279,7 @@ def noted(install_plugins, monkeypatch):
 @pytest.mark.parametrize(
     ("steps", "kills", "staleness"),
     [
-        pytest.param(8, 3, 1, marks=pytest.mark.slow),
+        pytest.param(8, 3, 1, marks=pytest.mark.nightly),
         pytest.param(60, 20, 0, marks=pytest.mark.nightly),
         pytest.param(60, 20, 1, marks=pytest.mark.nightly),
     ],

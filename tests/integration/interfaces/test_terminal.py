@@ -44,8 +44,9 @@ def on_terminal(words, mark, cwd, timeout_s=400.0):
         os.close(master)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("live", [True, False])
+@pytest.mark.parametrize(
+    "live", [pytest.param(True, marks=pytest.mark.slow), pytest.param(False, marks=pytest.mark.nightly)]
+)
 def test_the_panel_moves_below_the_lines_of_the_steps(tmp_path, base_model, mark, live):
     settings = (
         f"trainer.output_dir={tmp_path}",

@@ -8,8 +8,13 @@ FSDP = ("model_engine=fsdp", "fsdp.world_size=2", "fsdp.device=cpu", "actor.use_
 MEGATRON = ("model_engine=megatron", "megatron.tensor_model_parallel_size=2")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", [FSDP, MEGATRON], ids=["fsdp", "megatron"])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param(FSDP, marks=pytest.mark.nightly, id="fsdp"),
+        pytest.param(MEGATRON, marks=pytest.mark.slow, id="megatron"),
+    ],
+)
 def test_the_trainer_computes_the_log_probs_that_were_sampled_with(app, engine):
     """Of the policy in each step, and of the reference in the first one, where it is the policy."""
     done = app(

@@ -104,7 +104,7 @@ anyio.run(main)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_the_score_rises_with_a_calculator_that_an_mcp_server_has(app, calculator_model, tmp_path):
     """The demo's tool, described and called in another process; a stop string ends each call."""

@@ -14,7 +14,7 @@ from rl_app_ppo.chaos.report import ChaosReport
 from rl_app_ppo.chaos.schedule import PLANE_CELLS, Fault, Victim
 from rl_protocol import OutputError
 
-SEED = 22
+SEED, RUNS = 22, 12
 
 
 def report_of(path: Path) -> ChaosReport:
@@ -25,12 +25,12 @@ def report_of(path: Path) -> ChaosReport:
 @pytest.mark.timeout(900)
 def test_runs_whose_processes_are_killed_lose_nothing(tmp_path):
     out, path = io.StringIO(), tmp_path / "chaos.json"
-    good = chaos(30, SEED, 0, path, Console(file=out, width=200), model=False, at_a_time=2)
+    good = chaos(RUNS, SEED, 0, path, Console(file=out, width=200), model=False, at_a_time=2)
     assert good, out.getvalue()
     outcomes = report_of(path).outcomes
-    assert sorted(one.schedule.number for one in outcomes) == [*range(30)]
-    assert [one.trained for one in outcomes] == [48] * 30
-    assert sum(one.starts for one in outcomes) > 40  # most faults end a run
+    assert sorted(one.schedule.number for one in outcomes) == [*range(RUNS)]
+    assert [one.trained for one in outcomes] == [48] * RUNS
+    assert sum(one.starts for one in outcomes) > RUNS + 3  # most faults end a run
     assert {one.schedule.max_staleness for one in outcomes} == {0, 1}
     assert "0 lost, 0 doubled, 0 held, 0 went back, 0 hung, 0 left behind" in out.getvalue()
 

@@ -39,9 +39,9 @@ def test_the_first_step_and_the_validation_before_it_are_not_measured() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_is_measured_and_leaves_nothing(tmp_path: Path, demo_models: Path) -> None:
+def test_a_run_is_measured_and_leaves_nothing(tmp_path: Path, base_model: Path) -> None:
     small = [
-        f"model.cache_dir={demo_models}",
+        f"model.path={base_model}",
         "data.train_batch_size=8",
         "actor.ppo_mini_batch_size=8",
         "data.val_size=8",

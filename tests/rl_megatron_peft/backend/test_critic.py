@@ -157,7 +157,7 @@ def value_model(models, program):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["one", "tp2", "pp2", "dp2", "zero2", "sp2"])
+@pytest.mark.parametrize("layout", ["one", "tp2", "pp2", "dp2", "zero2", "sp2", "tp2pp2"])
 def test_a_critic_is_what_transformers_and_torch_make_of_it(runs, value_model, layout):
     """Includes a model with tied output layer: with a value head, several stages can split it."""
     before, after, losses = value_model
@@ -169,7 +169,7 @@ def test_a_critic_is_what_transformers_and_torch_make_of_it(runs, value_model, l
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["one", "tp2", "pp2", "zero2", "sp2"])
+@pytest.mark.parametrize("layout", ["one", "tp2", "pp2", "zero2", "sp2", "tp2pp2"])
 @pytest.mark.parametrize("family", ["tied", "llama"])
 def test_any_layout_writes_it_for_transformers(runs, program, layout, family):
     """All weights, or with the adapters merged."""
@@ -187,13 +187,13 @@ def check_critic(folder, layout, family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["one", "tp2", "pp2", "dp2", "zero2", "sp2"])
+@pytest.mark.parametrize("layout", ["one", "tp2", "pp2", "dp2", "zero2", "sp2", "tp2pp2"])
 @pytest.mark.parametrize("family", ["tied", "llama"])
 def test_a_critic_is_trained_and_resumed_the_same_under_every_layout(runs, layout, family):
     check_critic(runs, layout, family)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2", "zero2", "tp2pp2", "sp2pp2", "zero2tp2"])
 def test_norms_of_queries_and_keys_are_trained_the_same_under_a_value_head(more_runs, layout):
     check_critic(more_runs, layout, "even")

@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-pytestmark = pytest.mark.slow  # the tests read the results of processes in several layouts
 SOME = {("llama", "fused"), ("qwen2", "canonical"), ("qwen3", "fused"), ("qwen2", "fused-dora")}
 LAYOUTS = ("one", "tp2", "pp2", "tp2pp2")
 GRID = list(itertools.product(LAYOUTS, ("llama", "qwen2", "qwen3"), ("fused", "canonical")))
@@ -18,12 +17,27 @@ GRID += [(layout, *dora) for layout in LAYOUTS for dora in (("qwen2", "fused-dor
 TOLERANCE = 1e-4
 
 
-@pytest.fixture(params=GRID, ids=lambda case: "-".join(case))
+# The tests read the results of processes in several layouts.
+
+
+def cases(*layouts, more=()):
+    """Parameters (fixture, layout) for CI, and for the nightly suite."""
+    return [
+        *(pytest.param("runs", layout, marks=pytest.mark.slow) for layout in layouts),
+        *(pytest.param("more_runs", layout, marks=pytest.mark.nightly) for layout in more),
+    ]
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(case, marks=pytest.mark.slow if case[1:] in SOME else pytest.mark.nightly, id="-".join(case))
+        for case in GRID
+    ]
+)
 def case(request):
     """(folder of the layout, family, kind of adapter)."""
     layout, family, kind = request.param
-    more = layout == "tp2pp2" or (family, kind) not in SOME
-    return request.getfixturevalue("more_runs" if more else "runs") / layout, family, kind
+    return request.getfixturevalue("runs" if (family, kind) in SOME else "more_runs") / layout, family, kind
 
 
 def logits(model, batch):
@@ -78,22 +92,28 @@ def check_same_curve(folder, layout, family):
         assert np.abs(many[name] - one[name]).max() < TOLERANCE, name
 
 
-@pytest.mark.parametrize(("layout", "family"), [(layout, "qwen2") for layout in ("tp2", "pp2", "dp2", "zero2", "sp2")])
-def test_ten_steps_are_the_same_however_ranks_share_the_work(runs, layout, family):
-    check_same_curve(runs, layout, family)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2", "zero2", "sp2", "tp2pp2"])
+def test_ten_steps_are_the_same_however_ranks_share_the_work(runs, layout):
+    check_same_curve(runs, layout, "qwen2")
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2", "sp2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "sp2", "tp2pp2"])
 def test_what_dropout_drops_does_not_depend_on_how_a_model_is_cut(runs, layout):
     check_same_curve(runs, layout, "qwen3")
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2", "zero2", "sp2", "tp2pp2", "sp2pp2", "zero2tp2"])
-def test_training_all_weights_is_the_same_however_ranks_share_the_work(more_runs, layout):
+@pytest.mark.parametrize(
+    ("fixture", "layout"),
+    cases("tp2", "pp2", "dp2", "zero2", "sp2", "tp2pp2", more=("sp2pp2", "zero2tp2")),
+)
+def test_training_all_weights_is_the_same_however_ranks_share_the_work(request, fixture, layout):
     """Includes norms with partial gradients: query and key norms; all with sequence parallelism."""
-    check_same_curve(more_runs, layout, "even")
+    check_same_curve(request.getfixturevalue(fixture), layout, "even")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2", "zero2", "sp2", "tp2pp2", "sp2pp2", "zero2tp2"])
 def test_dora_is_trained_the_same_however_ranks_share_the_work(more_runs, layout):
     """Includes linear_proj and linear_fc2: each tensor-parallel rank has a part of every row."""
@@ -108,12 +128,15 @@ def check_resumed(folder, family):
             assert np.abs(ten[name][5:] - again[name]).max() < TOLERANCE, name
 
 
-@pytest.mark.parametrize("layout", ["one", "tp2", "pp2", "dp2", "zero2"])
-def test_five_steps_and_five_of_a_resumed_run_equal_ten(runs, layout):
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["one", "tp2", "pp2", "dp2", "zero2", "tp2pp2"])
+@pytest.mark.parametrize("family", ["qwen2", "even"])
+def test_five_steps_and_five_of_a_resumed_run_equal_ten(runs, layout, family):
     """Each layout resumes from the checkpoint of the one before it in this list."""
-    check_resumed(runs / layout, "qwen2")
+    check_resumed(runs / layout, family)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["one", "tp2", "pp2", "dp2", "zero2", "tp2pp2", "zero2tp2"])
 @pytest.mark.parametrize("family", ["qwen3", "even"])
 def test_dora_of_canonical_adapters_and_whole_models_resume_as_well(more_runs, layout, family):

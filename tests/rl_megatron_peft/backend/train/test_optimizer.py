@@ -11,10 +11,17 @@ import pytest
 # The tests read what processes in several layouts have written, as test_critic.py and
 # test_layouts_agree.py do. The timeout starts this file long before them: no worker of pytest waits
 # for another one to write it.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
+pytestmark = pytest.mark.timeout(1000)
 
 
-@pytest.mark.parametrize(("fixture", "family"), [("runs", "qwen2"), ("more_runs", "qwen3"), ("more_runs", "even")])
+@pytest.mark.parametrize(
+    ("fixture", "family"),
+    [
+        pytest.param("runs", "qwen2", marks=pytest.mark.slow),
+        pytest.param("runs", "even", marks=pytest.mark.slow),
+        pytest.param("more_runs", "qwen3", marks=pytest.mark.nightly),
+    ],
+)
 def test_ten_steps_of_two_replicas_are_bit_equal_whether_they_share_it_or_not(request, fixture, family):
     """Compares losses and gradient norms before clipping."""
     folder = request.getfixturevalue(fixture)
@@ -25,11 +32,19 @@ def test_ten_steps_of_two_replicas_are_bit_equal_whether_they_share_it_or_not(re
 
 
 @pytest.fixture
-def found(runs, more_runs):
-    return lambda layout: np.load((runs if layout == "zero2" else more_runs) / layout / "shared-state.npz")
+def found(request):
+    def load(layout):
+        runs = request.getfixturevalue("runs" if layout == "zero2" else "more_runs")
+        return np.load(runs / layout / "shared-state.npz")
+
+    return load
 
 
-@pytest.mark.parametrize("layout", ["zero2", "zero2tp2"])
+IN_CI = pytest.param("zero2", marks=pytest.mark.slow)
+NIGHTLY = [pytest.param(layout, marks=pytest.mark.nightly) for layout in ("zero2tp2", "zero2pp2", "zero4")]
+
+
+@pytest.mark.parametrize("layout", [IN_CI, NIGHTLY[0]])
 def test_each_of_two_replicas_has_about_half(found, layout):
     """In bfloat16 the state includes float32 copies of all weights. No parameter is split."""
     each, shared = found(layout)["bfloat16-bytes"]
@@ -39,6 +54,7 @@ def test_each_of_two_replicas_has_about_half(found, layout):
     assert (parts.sum(0) == each[0]).all()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("layout", "shares"), [("zero2pp2", [0, 0, 1, 1]), ("zero4", [1, 1, 0, 0])])
 def test_a_replica_that_has_none_and_a_stage_that_trains_nothing_go_along(found, layout, shares):
     """Two factors are trained: by one stage with two replicas, or by four replicas."""
@@ -47,7 +63,7 @@ def test_a_replica_that_has_none_and_a_stage_that_trains_nothing_go_along(found,
     assert shared.sum() * (2 if layout == "zero2pp2" else 4) == each.sum()
 
 
-@pytest.mark.parametrize("layout", ["zero2", "zero2tp2", "zero2pp2", "zero4"])
+@pytest.mark.parametrize("layout", [IN_CI, *NIGHTLY])
 def test_replicas_that_do_not_share_it_resume_from_those_that_do(found, layout):
     """Covers both kinds of checkpoint. Two replicas are bit-equal; four sum in another order."""
     numbers = found(layout)
