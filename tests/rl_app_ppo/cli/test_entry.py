@@ -66,6 +66,24 @@ def test_a_signal_after_a_command_prints_one_line():
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "interrupted\n")
 
 
+@pytest.mark.parametrize(
+    ("words", "begins"),
+    [
+        (["train", "rollout.n=4", "--config", "mine.yaml"], True),
+        (["train", "--help"], False),
+        (["explain", "rollout.n"], False),
+        ([], False),
+    ],
+)
+def test_workers_imports_begin_with_commands_that_train_alone(words, begins):
+    done = python(
+        f"import sys, rl_app_ppo.cli.rl as module\nsys.argv = ['rl', *{words!r}]\n"
+        "from rl_app_ppo.cli.entry import rl\nfrom rl_app_ppo.cluster.local import fork_server\n"
+        "module.app = lambda: print(len(fork_server._early))\nrl()\nprint(fork_server._early)"
+    )
+    assert (done.stdout, done.stderr) == (f"{int(begins)}\n[]\n", "")
+
+
 def test_a_signal_that_is_ignored_stays_ignored():
     done = python(
         "import signal, rl_app_ppo.cli.rl as module\nfrom rl_app_ppo.cli.entry import rl\n"

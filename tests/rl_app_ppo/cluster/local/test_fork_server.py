@@ -6,9 +6,11 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 
 from rl_app_ppo.cluster.local import fork_client
-from rl_app_ppo.cluster.local.fork_server import ForkServer
+from rl_app_ppo.cluster.local import fork_server as module
+from rl_app_ppo.cluster.local.fork_server import ForkServer, fork_server, started_early
 from rl_app_ppo.cluster.lost_processes import fate
 from rl_app_ppo.watchdog.stacks import descendants
 
@@ -19,10 +21,33 @@ WAITS = "import os, select\nselect.select([0], [], [])\nos._exit(7)\n"
 def test_one_that_serves_no_worker_yet_is_ended_in_the_middle_of_its_imports(tmp_path, monkeypatch):
     (tmp_path / "waits.py").write_text(WAITS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    fork_server = ForkServer(["waits"])
+    fork_server = ForkServer({}, ["waits"])
     fork_server.close()
     fork_server.close()
     assert fork_server._process.returncode == -signal.SIGKILL
+
+
+def test_a_run_uses_the_one_that_started_with_the_command_if_it_has_its_settings(monkeypatch):
+    monkeypatch.setattr(module, "_OF_ALL_RUNS", ("decimal",))
+    with started_early({"OMP_NUM_THREADS": "1"}):
+        (early,) = module._early
+        with closing(fork_server({"OMP_NUM_THREADS": "1"}, ["fractions"])) as first:
+            assert first is early
+            with closing(fork_server({"OMP_NUM_THREADS": "1"}, [])) as second:  # of the next attempt
+                assert second.pid != first.pid
+    with started_early({"OMP_NUM_THREADS": "1"}):
+        (early,) = module._early
+        with closing(fork_server({"OMP_NUM_THREADS": "2"}, [])) as other:
+            assert other is not early
+            assert early._process.returncode == -signal.SIGKILL
+            assert other.settings == {"OMP_NUM_THREADS": "2"}
+
+
+def test_one_that_no_run_uses_ends_with_the_command(monkeypatch):
+    monkeypatch.setattr(module, "_OF_ALL_RUNS", ("decimal",))
+    with started_early({}):
+        (early,) = module._early
+    assert early._process.returncode == -signal.SIGKILL
 
 
 def test_a_worker_that_is_still_starting_ends_with_it(tmp_path):
@@ -31,7 +56,8 @@ def test_a_worker_that_is_still_starting_ends_with_it(tmp_path):
     worker = tmp_path / "worker.py"
     worker.write_text(f"import pathlib, time\npathlib.Path({str(starting)!r}).mkdir()\ntime.sleep(600)\n")
     requests = tmp_path / "fork"
-    fork_server = ForkServer([])
+    fork_server = ForkServer({})
+    fork_server.prepare([])
     fork_server.listen(requests)
     subprocess.run([sys.executable, "-I", "-S", fork_client.__file__, str(requests), str(worker)], check=True)
     deadline = time.monotonic() + 60

@@ -67,7 +67,8 @@ async def session(fork_server):
         say(ray.get(second.facts.remote())[0] == parent)
     return ray.is_initialized()
 
-with environment(ray_settings(local=True)), closing(ForkServer(MODULES)) as fork_server:
+with environment(ray_settings(local=True)), closing(ForkServer({})) as fork_server:
+    fork_server.prepare(MODULES)
     os.environ["SET_LATER"] = "yes"
     say(asyncio.run(session(fork_server)))
 say(children())

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rl_app_ppo.api.event_loop import run_interruptibly
 from rl_app_ppo.api.restarts import Death
-from rl_app_ppo.cluster.local.fork_server import ForkServer
+from rl_app_ppo.cluster.local.fork_server import ForkServer, fork_server
 from rl_app_ppo.config.full_keys import FullKeysFormatter
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.driver.restart_policy import RestartPolicy
@@ -75,8 +75,9 @@ class Attempts:
         with ExitStack() as stack:
             startup = Startup(self.screen.note)
             stack.callback(startup.end)
-            local = self.fork_server is not None
-            server = stack.enter_context(closing(ForkServer(worker_modules(config)))) if local else None
+            server = None
+            if self.fork_server is not None:
+                server = stack.enter_context(closing(fork_server(self.fork_server.settings, worker_modules(config))))
             return self._attempt(config, self._newest(config), startup, server, death)
 
     def _newest(self, config: AppConfig) -> Start:

@@ -11,7 +11,7 @@ from rich.text import Text
 from rl_app_ppo.api.event_loop import interrupts_deferred
 from rl_app_ppo.api.result import TrainResult
 from rl_app_ppo.cluster.environment import compute_settings, environment, ray_settings
-from rl_app_ppo.cluster.local.fork_server import ForkServer
+from rl_app_ppo.cluster.local.fork_server import ForkServer, close_early, fork_server
 from rl_app_ppo.config.schema import LOCAL, AppConfig
 from rl_app_ppo.outputs.startup_times import Startup
 from rl_app_ppo.worker.preloading import worker_modules
@@ -33,10 +33,15 @@ def launched(
     """
     local = config.ray.address == LOCAL
     settings = ray_settings(local=local) | compute_settings(config.trainer.threads_per_worker)
+    settings |= variables or {}
     startup = Startup(lambda line: out.print(Text(line), soft_wrap=True), before_s=before_s)
-    with environment(settings | dict(variables or {})), ExitStack() as stack:
+    with environment(settings), ExitStack() as stack:
         stack.callback(startup.end)
-        yield startup, stack.enter_context(closing(ForkServer(worker_modules(config)))) if local else None
+        if local:
+            yield startup, stack.enter_context(closing(fork_server(settings, worker_modules(config))))
+        else:
+            close_early()
+            yield startup, None
 
 
 def launch(

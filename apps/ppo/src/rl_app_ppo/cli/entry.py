@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 
 TYPE_CHECKING = False  # see the package
 if TYPE_CHECKING:
     import signal
+    from contextlib import AbstractContextManager
 else:
     import _signal as signal  # built in; `signal` imports other modules for longer than Python starts
 
@@ -14,24 +16,46 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """What interrupts a command."""
 
 
+_WITH_A_RUN = ("--config", "--trust", "--allow-unsafe-plugins")
+"""Flags of commands that train."""
+
+
 def rl() -> None:
     """Run the command `rl`."""
     end_at_signals()
-    from rl_app_ppo.cli.rl import main as run
-    from rl_app_ppo.cli.standard_streams import forgiving_output
+    words = sys.argv[1:]
+    with _workers_imports(begin=words[:1] == ["train"] and _runs(words[1:])):
+        from rl_app_ppo.cli.rl import main as run
+        from rl_app_ppo.cli.standard_streams import forgiving_output
 
-    with forgiving_output():
-        run()
+        with forgiving_output():
+            run()
 
 
 def main() -> None:
     """Run the command line of `uv run apps/ppo`."""
     end_at_signals()
-    from rl_app_ppo.cli.main import main as run
-    from rl_app_ppo.cli.standard_streams import forgiving_output
+    with _workers_imports(begin=_runs(sys.argv[1:])):
+        from rl_app_ppo.cli.main import main as run
+        from rl_app_ppo.cli.standard_streams import forgiving_output
 
-    with forgiving_output():
-        raise SystemExit(run())
+        with forgiving_output():
+            raise SystemExit(run())
+
+
+def _runs(words: list[str]) -> bool:
+    """Whether no flag asks for something else than a run."""
+    return all(word in _WITH_A_RUN or not word.startswith("-") for word in words)
+
+
+def _workers_imports(*, begin: bool) -> AbstractContextManager[None]:
+    """Import in another process what workers need, while this one imports the command."""
+    from contextlib import nullcontext
+
+    from rl_app_ppo.cluster.environment import compute_settings, ray_settings
+    from rl_app_ppo.cluster.local.fork_server import started_early
+
+    return started_early(ray_settings(local=True) | compute_settings(0)) if begin else nullcontext()
 
 
 def end_at_signals() -> None:

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import json
+import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 _PROGRAM = "rl_app_ppo.cluster.local.worker_template"
+_OF_ALL_RUNS = ("torch",)
 _STOP_S = 5.0
 
 
 class ForkServer:
     """The process from which the workers of a run are forked.
 
-    Lifecycle: from its creation on it imports the modules; `listen` makes it serve; `close` ends
-    it. It also ends with this process. It inherits the environment; that of a worker is the
-    raylet's.
+    Lifecycle: from its creation on it imports; `prepare` names more modules, `listen` makes it
+    serve; `close` ends it. It also ends with this process. A worker has the environment of the
+    raylet, but libraries that read a variable when they are imported have read that of this one.
 
     Args:
-        modules: what it imports. It ends if it can't; workers then start by themselves, and the one
-            that needs the module raises the error.
+        settings: variables of its environment, besides those of this process.
+        modules: what it imports first.
     """
 
-    def __init__(self, modules: Sequence[str]) -> None:
+    def __init__(self, settings: Mapping[str, str], modules: Sequence[str] = ()) -> None:
+        self.settings = dict(settings)
         self._serves = False
         self._control, theirs = socket.socketpair()
         with theirs:
@@ -33,6 +38,7 @@ class ForkServer:
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
+                env={**os.environ, **settings},
                 start_new_session=True,  # Ctrl-C in a terminal is for the driver
             )
 
@@ -40,6 +46,15 @@ class ForkServer:
     def pid(self) -> int:
         """Its process id."""
         return self._process.pid
+
+    def prepare(self, modules: Sequence[str]) -> None:
+        """Have it import these modules, too. Call it once.
+
+        It ends if it can't; workers then start by themselves, and the one that needs the module
+        raises the error.
+        """
+        if self._process.poll() is None:
+            self._control.sendall(json.dumps([*modules]).encode() + b"\n")
 
     def listen(self, path: Path) -> None:
         """Serve the requests at a new unix socket."""
@@ -60,3 +75,40 @@ class ForkServer:
         except subprocess.TimeoutExpired:  # it is still importing
             self._process.kill()
             self._process.wait()
+
+
+_early: list[ForkServer] = []
+"""The one that `started_early` has started, until a run uses it."""
+
+
+@contextmanager
+def started_early(settings: Mapping[str, str]) -> Generator[None]:
+    """Start the process while the command is imported; `fork_server` returns it.
+
+    It imports what every run needs. It ends with the block if no run has used it.
+    """
+    _early.append(ForkServer(settings, _OF_ALL_RUNS))
+    try:
+        yield
+    finally:
+        close_early()
+
+
+def close_early() -> None:
+    """End what `started_early` has started, unless a run uses it."""
+    while _early:
+        _early.pop().close()
+
+
+def fork_server(settings: Mapping[str, str], modules: Sequence[str]) -> ForkServer:
+    """The process that was started early, if it has these settings, or a new one.
+
+    Args:
+        settings: see ForkServer.
+        modules: what it imports.
+    """
+    if _early and _early[0].settings != settings:
+        close_early()
+    server = _early.pop() if _early else ForkServer(settings)
+    server.prepare(modules)
+    return server

@@ -1,9 +1,9 @@
 """Program of the process from which the workers of a run are forked.
 
-It starts with the run, and imports what workers need while the driver checks the configuration and
-starts Ray. Arguments: names of modules. Standard input is a socket, on which it receives the
-socket for requests of `fork_client`; it ends, with its workers, when the driver closes the other
-end.
+It starts with the command, and imports what workers need while the driver checks the configuration
+and starts Ray. Standard input is a socket, on which it receives the names of modules, as a line of
+JSON, and then the socket for requests of `fork_client`; it ends, with its workers, when the driver
+closes the other end.
 
 It imports no Ray, which reads variables of a worker when it is loaded.
 """
@@ -45,15 +45,21 @@ class Request:
     answer: socket.socket
 
 
-def main(modules: Sequence[str]) -> None:
-    """Import the modules; then fork a worker for each request until the driver has ended."""
+def main(first: Sequence[str]) -> None:
+    """Import modules; then fork a worker for each request until the driver has ended.
+
+    Args:
+        first: the modules to import before others are named.
+    """
+    control = socket.socket(fileno=os.dup(0))
     gc.disable()
-    for name in modules:
+    for name in first:
+        importlib.import_module(name)
+    for name in _named(control):
         importlib.import_module(name)
     gc.freeze()
     gc.enable()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes workers that have ended
-    control = socket.socket(fileno=os.dup(0))
     _, received, _, _ = socket.recv_fds(control, 1, 1)
     if not received:
         return  # the driver has ended
@@ -71,6 +77,16 @@ def main(modules: Sequence[str]) -> None:
             os.close(descriptor)
     requests.close()
     _kill_workers()
+
+
+def _named(control: socket.socket) -> list[str]:
+    """The modules that the driver names; it reads no byte of what follows."""
+    line = b""
+    while not line.endswith(b"\n"):
+        if not (byte := control.recv(1)):
+            return []  # the driver has ended
+        line += byte
+    return json.loads(line)
 
 
 def _kill_workers() -> None:
