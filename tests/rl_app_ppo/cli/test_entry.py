@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import rl_app_ppo
+from rl_app_ppo.cluster.lost_processes import fate
 from rl_protocol import ConfigError, RLError
 
 INTERRUPTED_AT = """
@@ -47,6 +48,18 @@ def test_a_signal_during_imports_prints_one_line(entry, module, name):
     assert (done.returncode, done.stdout, done.stderr) == (-signal.Signals[name], "", "interrupted\n")
 
 
+def test_a_signal_during_imports_ends_those_for_workers():
+    code = INTERRUPTED_AT.replace('["rl", "--help"]', '["rl", "train"]').replace(
+        "os.kill(", "from rl_app_ppo.cluster.local.fork_server import _early; print(_early[0].pid); os.kill("
+    )
+    done = python(
+        "import functools\nprint = functools.partial(print, flush=True)\n"
+        + code.format(module="rl_app_ppo.cli.rl", entry="rl", name="SIGTERM")
+    )
+    assert (done.returncode, done.stderr) == (-signal.SIGTERM, "interrupted\n")
+    assert fate(int(done.stdout))
+
+
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_a_signal_during_a_command_is_its_interruption(name):
     done = python(
@@ -70,6 +83,8 @@ def test_a_signal_after_a_command_prints_one_line():
     ("words", "begins"),
     [
         (["train", "rollout.n=4", "--config", "mine.yaml"], True),
+        (["demo", "sums"], True),
+        (["demo", "--list"], False),
         (["train", "--help"], False),
         (["explain", "rollout.n"], False),
         ([], False),

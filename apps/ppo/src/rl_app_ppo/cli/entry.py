@@ -8,23 +8,24 @@ import sys
 TYPE_CHECKING = False  # see the package
 if TYPE_CHECKING:
     import signal
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 else:
     import _signal as signal  # built in; `signal` imports other modules for longer than Python starts
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """What interrupts a command."""
-
-
 _WITH_A_RUN = ("--config", "--trust", "--allow-unsafe-plugins")
 """Flags of commands that train."""
+_at_end: list[Callable[[], None]] = []
+"""What `end` calls first."""
 
 
 def rl() -> None:
     """Run the command `rl`."""
     end_at_signals()
     words = sys.argv[1:]
-    with _workers_imports(begin=words[:1] == ["train"] and _runs(words[1:])):
+    with _workers_imports(begin=words[:1] in (["train"], ["demo"]) and _runs(words[1:])):
         from rl_app_ppo.cli.rl import main as run
         from rl_app_ppo.cli.standard_streams import forgiving_output
 
@@ -53,8 +54,9 @@ def _workers_imports(*, begin: bool) -> AbstractContextManager[None]:
     from contextlib import nullcontext
 
     from rl_app_ppo.cluster.environment import compute_settings, ray_settings
-    from rl_app_ppo.cluster.local.fork_server import started_early
+    from rl_app_ppo.cluster.local.fork_server import close_early, started_early
 
+    _at_end.append(close_early)
     return started_early(ray_settings(local=True) | compute_settings(0)) if begin else nullcontext()
 
 
@@ -75,5 +77,7 @@ def end(number: int, frame: object) -> None:
         os.write(2, b"interrupted\n")
     except OSError:
         pass
+    for call in _at_end:
+        call()
     signal.signal(number, signal.SIG_DFL)
     signal.raise_signal(number)
