@@ -42,7 +42,7 @@ def test_an_estimator_of_an_installed_package_is_listed(monkeypatch):
     option = OPTIONS["algorithm.adv_estimator"]
     assert "mine" not in names_of(option).known
     offered = EntryPoint("mine", "package:MINE", option.spec.plugins)
-    monkeypatch.setattr(registry, "installed", lambda group: (offered,) if group == option.spec.plugins else ())
+    monkeypatch.setattr(registry, "installed_plugins", lambda group: (offered,) if group == option.spec.plugins else ())
     assert names_of(option).known[-1] == "mine"
     assert "mine; packages offer more under rl_trainer.advantage_estimators" in help_of(option)
 
