@@ -84,7 +84,7 @@ def test_training_from_python_and_reading_the_run(settings: list[str], tmp_path:
     check_lines(read, ["step 0", "step 1 score 0.", "step 2 score 0.", "ended: finished"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_an_asynchronous_run(settings: list[str], tmp_path: Path):
     lines = run("apps/ppo/examples/async_run.py", *settings, cwd=tmp_path)

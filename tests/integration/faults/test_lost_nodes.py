@@ -45,7 +45,7 @@ def steps(folder: Path) -> list[int]:
     return [int(json.loads(line)["step"]) for line in metrics]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rollout_worker_whose_node_is_killed_gets_a_new_process_on_another(tmp_path, base_model, mark):
     folder, total = tmp_path / "run", 24
     alone = ("placement=[actor+reward]", "actor.use_kl_loss=false", f"trainer.total_training_steps={total}")

@@ -24,7 +24,7 @@ from safetensors.numpy import load_file
 
 from rl_trainer.checkpoints.checkpoint_folder import Checkpoint, inspect, newest_whole, step_name
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 TWO_RANKS = ("model_engine=fsdp", "fsdp.world_size=2", "fsdp.device=cpu")
 
 

@@ -34,8 +34,13 @@ def test_bad_input_is_refused_before_anything_starts(app, override, words):
         assert word in done.err
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kib", "named"), [(24, "metrics.jsonl"), (200, "checkpoint")])
+@pytest.mark.parametrize(
+    ("kib", "named"),
+    [
+        pytest.param(24, "metrics.jsonl", marks=pytest.mark.slow),
+        pytest.param(200, "checkpoint", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_disk_that_fills_up_ends_the_run_with_a_message_and_keeps_what_was_written(app, tmp_path, kib, named):
     disk = tmp_path / "disk"
     disk.mkdir()

@@ -49,7 +49,7 @@ def test_the_score_rises_because_of_the_tool(app, calculator_models, demo, chat)
             assert '"description": "Evaluates an arithmetic expression' in sample["prompt"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_without_the_tool_nothing_is_right(app, calculator_model):
     common = (

@@ -55,7 +55,7 @@ def test_the_cross_entropy_is_that_of_transformers_and_falls(app, base_model, en
 @pytest.mark.parametrize(
     ("engine", "algorithm"),
     [
-        pytest.param(FSDP, "opd", marks=pytest.mark.slow, id="fsdp"),
+        pytest.param(FSDP, "opd", marks=pytest.mark.nightly, id="fsdp"),
         pytest.param(FSDP, "opd_pg", marks=pytest.mark.nightly, id="fsdp-pg"),
         pytest.param(MEGATRON, "opd_pg", marks=pytest.mark.slow, id="megatron-pg"),
     ],

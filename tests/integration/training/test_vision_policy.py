@@ -162,9 +162,8 @@ def test_vllm_shows_the_images_to_the_policy(tmp_path, mark, make_vision_model, 
 SHARDED = ("model_engine=fsdp", "fsdp.world_size=2", "fsdp.device=cpu", "lora.rank=4", "critic.use_lora=true")
 
 
-@pytest.mark.parametrize(
-    "more", [pytest.param((), marks=pytest.mark.slow), pytest.param(SHARDED, marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("more", [(), SHARDED])
 def test_ppo_with_a_critic_and_a_reference_that_see(tmp_path, mark, make_vision_model, squares, more):
     done = train(
         tmp_path,

@@ -52,7 +52,7 @@ def test_adapters_are_whole_wherever_the_writer_was_killed(tmp_path: Path):
             assert len(read_adapter(root / name).pairs) == 4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_killed_ten_times_resumes_from_its_last_complete_checkpoint(models, program, tmp_path: Path):
     """World `killed` writes a checkpoint after every step and is killed at random moments."""
     command = [sys.executable, str(program.__spec__.origin), str(models), str(tmp_path), "some", "killed"]

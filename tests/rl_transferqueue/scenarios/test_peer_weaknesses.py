@@ -82,7 +82,7 @@ def test_a_waiting_consumer_blocks_no_other(plane: LocalPlane) -> None:
     asyncio.run(main())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_cost_of_an_insert_does_not_grow() -> None:
     """4 times as many inserts take the controller about 4 times as much CPU time, not 16 times."""
     data = BatchData({f"f{i}": dense(np.ones(1, np.float32)) for i in range(8)})

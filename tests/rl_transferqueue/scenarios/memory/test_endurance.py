@@ -176,7 +176,7 @@ def test_every_row_is_delivered_once_whichever_process_dies(tmp_path: Path) -> N
         run_chaos(plane, tmp_path, rows=4000, pairs=2, step=50, kills=3, seed=1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_million_rows_are_delivered_once_whichever_process_dies(tmp_path: Path) -> None:
     """8 producers and 8 consumers of 2 tasks: every row is delivered once to each task."""
     with start_local_plane(TransferQueueConfig(capacity_mb=512)) as plane:
