@@ -49,7 +49,7 @@ class NightlyRecord:
 
 def _commit() -> str:
     done = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--exclude=*"],
+        ["git", "rev-parse", "--short", "HEAD"],
         cwd=Path(__file__).parent,
         capture_output=True,
         text=True,
