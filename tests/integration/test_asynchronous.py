@@ -128,10 +128,9 @@ COMBINED = {
 AGES = tuple(f"training/off_policy/trajectory_{name}" for name in ("spans", "staleness", "staleness_worst"))
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     "kind",
-    COMBINED,
+    [pytest.param(kind, marks=pytest.mark.slow if "filter" in kind else pytest.mark.nightly) for kind in COMBINED],
 )
 def test_all_kinds_of_training_run_ahead_and_lose_no_group(app, request, kind):
     model = [f"model.path={request.getfixturevalue('calculator_model')}"] if "turns" in kind else []

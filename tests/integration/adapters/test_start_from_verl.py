@@ -25,7 +25,7 @@ def old(base_model, tmp_path_factory):
 @pytest.mark.parametrize(
     "engine",
     [
-        pytest.param("torch", marks=pytest.mark.nightly),
+        pytest.param("torch", marks=pytest.mark.slow),
         pytest.param("fsdp", marks=pytest.mark.nightly),
         pytest.param("megatron", marks=pytest.mark.nightly),
     ],

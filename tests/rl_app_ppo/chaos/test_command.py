@@ -30,7 +30,7 @@ def test_runs_whose_processes_are_killed_lose_nothing(tmp_path):
     outcomes = report_of(path).outcomes
     assert sorted(one.schedule.number for one in outcomes) == [*range(RUNS)]
     assert [one.trained for one in outcomes] == [48] * RUNS
-    assert sum(one.starts for one in outcomes) > RUNS + 3  # most faults end a run
+    assert sum(one.starts for one in outcomes) > 4 * RUNS // 3  # most faults end a run
     assert {one.schedule.max_staleness for one in outcomes} == {0, 1}
     assert "0 lost, 0 doubled, 0 held, 0 went back, 0 hung, 0 left behind" in out.getvalue()
 

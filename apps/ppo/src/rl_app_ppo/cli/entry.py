@@ -51,13 +51,15 @@ def _runs(words: list[str]) -> bool:
 
 def _workers_imports(*, begin: bool) -> AbstractContextManager[None]:
     """Import in another process what workers need, while this one imports the command."""
-    from contextlib import nullcontext
+    if not begin:
+        from contextlib import nullcontext
 
+        return nullcontext()
     from rl_app_ppo.cluster.environment import compute_settings, ray_settings
     from rl_app_ppo.cluster.local.fork_server import close_early, started_early
 
     _at_end.append(close_early)
-    return started_early(ray_settings(local=True) | compute_settings(0)) if begin else nullcontext()
+    return started_early(ray_settings(local=True) | compute_settings(0))
 
 
 def end_at_signals() -> None:

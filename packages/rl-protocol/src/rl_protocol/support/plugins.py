@@ -257,8 +257,8 @@ def _without_byte_code() -> Generator[None]:
 def main() -> None:
     """Print an allow-list of the installed plug-ins of the packages given as arguments, such as
     rl_trainer."""
-    groups = [group for group in metadata.entry_points().groups if group.partition(".")[0] in sys.argv[1:]]
-    sys.stdout.write(listing(point for group in sorted(groups) for point in installed_plugins(group)))
+    points = sorted(_installed(tuple(sys.path)), key=lambda point: point.group)
+    sys.stdout.write(listing(point for point in points if point.group.partition(".")[0] in sys.argv[1:]))
 
 
 if __name__ == "__main__":
