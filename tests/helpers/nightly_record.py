@@ -7,7 +7,7 @@ not run keep their entry.
 from __future__ import annotations
 
 import json
-import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ class NightlyRecord:
 
     def __init__(self, path: Path = RECORD) -> None:
         self._path = path
+        self._place = _place()  # some tests write their own records: now nothing has changed yet
         self.results: dict[str, dict[str, Any]] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -41,23 +42,14 @@ class NightlyRecord:
     def pytest_sessionfinish(self) -> None:
         if not self.results:
             return
-        where = {"date": time.strftime("%Y-%m-%d"), "commit": _commit(), "processor": _processor()}
         known = json.loads(self._path.read_text()) if self._path.exists() else {}
-        known |= {test: {**result, **where} for test, result in self.results.items()}
+        known |= {test: {**result, **self._place} for test, result in self.results.items()}
         self._path.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
 
 
-def _commit() -> str:
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.stdout.strip()
+def _place() -> dict[str, str]:
+    """Date, commit and processor of this run, as in the results of the benchmarks."""
+    sys.path.append(str(RECORD.parents[1] / "benchmarks"))
+    from harness.results import commit, hardware
 
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "unknown")
+    return {"date": time.strftime("%Y-%m-%d"), "commit": commit(), "processor": hardware()["cpu"]}
