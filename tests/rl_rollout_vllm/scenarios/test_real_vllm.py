@@ -20,7 +20,8 @@ from types import SimpleNamespace
 import numpy as np
 import psutil
 import pytest
-from abandoned_memory import SHARED_MEMORY, held_by
+from abandoned_memory import SHARED_MEMORY, held_by, no_memory_left
+from polling import until
 
 from rl_protocol import ConfigError
 from rl_protocol.batch.kept_sets import BITMAP
@@ -557,6 +558,29 @@ def test_the_engines_processes_do_not_outlive_one_that_was_killed(orphans):
     tell(f"processes of the one that was killed: {[process.pid for process in orphans]}")
     assert len(orphans) >= 3  # the engine's and its workers'
     assert not psutil.wait_procs(orphans, timeout=60)[1]
+
+
+def test_a_client_killed_while_its_engine_starts_leaves_no_process(path, tmp_path):
+    """The workers exist, but the engine answers no request yet.
+
+    vLLM loads the rollout engine's plugin although VLLM_PLUGINS selects another one.
+    """
+    script = tmp_path / "owner.py"
+    script.write_text(OWNER)
+    command, environment = [sys.executable, str(script), str(path)], {**os.environ, "VLLM_PLUGINS": "another"}
+    with no_memory_left(), subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment) as process:
+        client = psutil.Process(process.pid)
+
+        def workers():
+            started = [p for p in client.children() if "EngineCor" in p.name()]
+            return [worker for engine in started for worker in engine.children() if "Worker" in worker.name()]
+
+        try:
+            until(lambda: len(workers()) == 2, "both workers start", 300)
+            family = client.children(recursive=True)
+        finally:
+            process.kill()
+        assert not psutil.wait_procs(family, timeout=60)[1]
 
 
 # -- two processes that share each layer

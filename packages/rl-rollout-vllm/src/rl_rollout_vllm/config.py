@@ -101,6 +101,14 @@ class VLLMConfig:
             _require(getattr(self, name) > 0, name, "greater than 0", getattr(self, name))
 
 
+PLUGIN = "rl_rollout_vllm"
+"""Name of the entry point of `vllm_worker/plugin.py`, by which VLLM_PLUGINS selects it."""
+
+CLIENT_VARIABLE = "RL_ROLLOUT_VLLM_CLIENT"
+"""Environment variable: id of the process that starts an engine. Without it the plugin does
+nothing, so that a vLLM started by another program is left alone."""
+
+
 def environment(config: VLLMConfig, device: Device) -> dict[str, str]:
     """Return the environment variables to set before vLLM is imported.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from rl_protocol.errors import ConfigError, RolloutError
 from rl_rollout_vllm.availability import VLLMCapabilities, require_vllm
-from rl_rollout_vllm.config import CPU_KV_CACHE, VLLMConfig, environment
+from rl_rollout_vllm.config import CLIENT_VARIABLE, CPU_KV_CACHE, PLUGIN, VLLMConfig, environment
 from rl_rollout_vllm.engine.engine_client import EngineClient
 from rl_rollout_vllm.weights.checkpoint import Checkpoint
 
@@ -36,10 +36,18 @@ async def start_vllm(config: VLLMConfig, model: Checkpoint) -> EngineClient:
         )
     for name, value in environment(config, capabilities.device).items():
         os.environ.setdefault(name, value)
+    _load_plugin()
     client = _start(config, model, capabilities)
-    await client.call("rollout_end_with_parent", os.getpid())
     await client.call("rollout_unlink_shared_memory")
     return client
+
+
+def _load_plugin() -> None:
+    """Have the engine's processes load the plugin that ends them with this process."""
+    os.environ[CLIENT_VARIABLE] = str(os.getpid())
+    selected = os.environ.get("VLLM_PLUGINS")
+    if selected is not None and PLUGIN not in selected.split(","):
+        os.environ["VLLM_PLUGINS"] = f"{selected},{PLUGIN}"
 
 
 def engine_arguments(config: VLLMConfig, model: Checkpoint, capabilities: VLLMCapabilities) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Code that runs inside vLLM's worker processes."""
+"""Code that runs inside vLLM's processes."""

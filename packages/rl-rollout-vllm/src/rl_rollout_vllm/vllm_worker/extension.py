@@ -1,15 +1,10 @@
-"""Methods that vLLM mixes into its workers: load weights and adapters, free memory, end."""
+"""Methods that vLLM mixes into its workers: load weights and adapters, free memory."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import mmap
-import os
-import select
-import signal
-import threading
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -22,8 +17,6 @@ from rl_rollout_vllm.vllm_worker.mapped_buckets import MappedBuckets
 
 if TYPE_CHECKING:
     from rl_rollout_vllm.weights.buckets import Answer, Entry
-
-_PR_SET_PDEATHSIG = 1
 
 
 class WorkerExtension:
@@ -43,19 +36,6 @@ class WorkerExtension:
     def rollout_buckets(self) -> MappedBuckets:
         """The buckets that this process has mapped."""
         return MappedBuckets()
-
-    def rollout_end_with_parent(self, client: int) -> None:
-        """End this process when that of the engine client ends, even by SIGKILL.
-
-        Otherwise vLLM would survive and keep its memory. A single worker lives in the process that
-        the client's thread started, so the kernel can end it with that thread. Several workers are
-        children of that process: they end with it, and end it when the client is gone.
-        """
-        if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL):
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-        if os.getppid() != client:
-            watch = threading.Thread(target=_end_engine, args=(os.pidfd_open(client), os.getppid()), daemon=True)
-            watch.start()
 
     def rollout_unlink_shared_memory(self) -> None:
         """Unlink the shared memory between workers and engine; all of them have mapped it by now.
@@ -172,12 +152,3 @@ class WorkerExtension:
         manager.remove_all_adapters()
         manager._adapter_manager.add_adapter(adapter)
         manager._adapter_manager.activate_adapter(number)
-
-
-def _end_engine(client: int, engine: int) -> None:
-    """Wait for the end of the process of a pidfd, then kill the engine, and with it all workers."""
-    waiting = select.poll()
-    waiting.register(client, select.POLLIN)
-    waiting.poll()
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(engine, signal.SIGKILL)
