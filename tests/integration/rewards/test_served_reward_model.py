@@ -78,14 +78,32 @@ def url(folder: Path):
         assert process.poll() is None, log.read_text()[-3000:]
         yield f"http://127.0.0.1:{port}"
     finally:
+        end_group(process)
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """End a server and all its processes.
+
+    The last one removes vLLM's shared memory: if it were killed as soon as the server has ended,
+    files would remain.
+    """
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(60)
+        until(lambda: not group_exists(process.pid), "all processes of the server end")
+    finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(60)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait(60)
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(60)
+
+
+def group_exists(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def samples(*sequences: list[int]) -> list[Sample]:
