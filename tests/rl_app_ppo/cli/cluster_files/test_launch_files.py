@@ -171,6 +171,17 @@ def test_a_ray_job_of_kuberay_has_what_kuberay_requires(capsys):
     assert "workerGroupSpecs" not in yaml.safe_load(rendered(capsys, "kuberay"))["spec"]["rayClusterSpec"]
 
 
+def test_memory_of_each_host_is_asked_for_where_it_is_given(capsys):
+    given = ("--memory", "480", *PRESET)
+    assert "\n#SBATCH --mem=480G\n" in rendered(capsys, "slurm", *given)
+    assert yaml.safe_load(rendered(capsys, "sky", *given))["resources"]["memory"] == "480+"
+    pods = yaml.safe_load(rendered(capsys, "kuberay", *given))["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]
+    wanted = {"cpu": 64, "memory": "480Gi", "nvidia.com/gpu": 8}
+    assert pods["spec"]["containers"][0]["resources"] == {"limits": wanted, "requests": wanted}
+    assert "--mem" not in rendered(capsys, "slurm")
+    assert "memory" not in yaml.safe_load(rendered(capsys, "sky"))["resources"]
+
+
 @pytest.mark.parametrize("hosts", [1, 3])
 def test_kuberay_runs_the_command_with_the_address_of_the_head(capsys, tmp_path, hosts):
     """A shell of the submitter's pod reads the entrypoint, then one of the head's pod."""
@@ -225,7 +236,7 @@ def test_the_commands_for_hosts_that_are_there(capsys, tmp_path):
         (["--launch", "slurm", "--time", "1d; rm", PRESET[0]], "--time must be HH:MM:SS above 0; got '1d; rm'"),
         (["--launch", "slurm", "--time", "00:00:00", PRESET[0]], "--time must be HH:MM:SS above 0; got '00:00:00'"),
         (["--launch", "sky", "--time", "01:00:00", PRESET[0]], "--time has no effect with --launch sky"),
-        (["--launch", "ray-job", "--time", "01:00:00", PRESET[0]], "it is for slurm and kuberay"),
+        (["--launch", "ray-job", "--time", "01:00:00", PRESET[0]], "it is for slurm, kuberay"),
         (
             ["--launch", "kuberay", "--image", "x", "--volume", "My_Data", PRESET[0]],
             "--volume must be a name in lower case, as Kubernetes has them; got 'My_Data'",
@@ -233,6 +244,11 @@ def test_the_commands_for_hosts_that_are_there(capsys, tmp_path):
         (["--launch", "sky", "--gpu-type", "a\nb", PRESET[0]], "--gpu-type must be a name"),
         (["--launch", "kuberay", PRESET[0]], "needs --image"),
         (["--launch", "kuberay", "--image", "x", PRESET[0]], "which are deleted when the run ends. Set --volume"),
+        (
+            ["--launch", "slurm", "--memory", "0.5", PRESET[0]],
+            "--memory must be a whole number of at least 1; got '0.5'",
+        ),
+        (["--launch", "ray-job", "--memory", "64", PRESET[0]], "it is for slurm, sky, kuberay"),
         (["--launch", "slurm", "--image", "x", PRESET[0]], "--image has no effect with --launch slurm"),
         (
             ["--launch", "slurm", "preset=async-7b-2x8gpu", "checkpoint_engine.backend=shm"],

@@ -279,13 +279,15 @@ def _launch_file(
     config: ConfigFile = None,
     trust: Trust = None,
     cpus: Annotated[str | None, typer.Option(help=JOB_FLAGS["--cpus"])] = None,
+    memory: Annotated[str | None, typer.Option(help=JOB_FLAGS["--memory"])] = None,
     time: Annotated[str | None, typer.Option(help=JOB_FLAGS["--time"])] = None,
     gpu_type: Annotated[str | None, typer.Option(help=JOB_FLAGS["--gpu-type"])] = None,
     image: Annotated[str | None, typer.Option(help=JOB_FLAGS["--image"])] = None,
     volume: Annotated[str | None, typer.Option(help=JOB_FLAGS["--volume"])] = None,
 ) -> None:
     """Print a file that starts the run on a cluster."""
-    given = {"--cpus": cpus, "--time": time, "--gpu-type": gpu_type, "--image": image, "--volume": volume}
+    given = {"--cpus": cpus, "--memory": memory, "--time": time, "--gpu-type": gpu_type, "--image": image}
+    given["--volume"] = volume
     flags = {flag: value for flag, value in given.items() if value is not None}
     trusted = [word for file in trust or () for word in ("--trust", str(file))]
     line = (*(("--config", str(config)) if config else ()), *trusted, *(words or ()))

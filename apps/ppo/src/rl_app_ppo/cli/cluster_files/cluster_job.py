@@ -55,6 +55,8 @@ class ClusterJob:
     """CPUs of each."""
     time: str
     """Limit, HH:MM:SS."""
+    memory: int = 0
+    """GiB of memory of each host; 0: what the cluster gives by default."""
     gpu_type: str = ""
     image: str = ""
     volume: str = ""

@@ -23,6 +23,7 @@ from rl_protocol import ConfigError
 
 JOB_FLAGS: Mapping[str, str] = {
     "--cpus": "CPUs of each host; 8 for each GPU by default",
+    "--memory": "slurm, sky, kuberay: GiB of memory of each host; what the cluster gives by default",
     "--time": "slurm, kuberay: time limit as HH:MM:SS; 24:00:00 by default",
     "--gpu-type": "slurm, sky: type of GPU, for instance H100",
     "--image": "kuberay: container image with this repository in /app",
@@ -30,6 +31,7 @@ JOB_FLAGS: Mapping[str, str] = {
 }
 """Flag beside --launch -> its meaning; each has one argument."""
 _ONLY = {
+    "--memory": ("slurm", "sky", "kuberay"),
     "--time": ("slurm", "kuberay"),
     "--gpu-type": ("slurm", "sky"),
     "--image": ("kuberay",),
@@ -66,7 +68,7 @@ def launch_text(
         raise ConfigError(f"--launch must be one of {', '.join(KINDS)}; got {kind!r}.")
     for flag in flags:
         if kind not in _ONLY.get(flag, KINDS):
-            raise ConfigError(f"{flag} has no effect with --launch {kind}; it is for {' and '.join(_ONLY[flag])}.")
+            raise ConfigError(f"{flag} has no effect with --launch {kind}; it is for {', '.join(_ONLY[flag])}.")
     gpus = config.trainer.n_gpus_per_node
     if gpus < 0:
         raise ConfigError(
@@ -82,6 +84,7 @@ def launch_text(
         nodes=config.trainer.nnodes,
         gpus=gpus,
         cpus=_count("--cpus", flags.get("--cpus", str(8 * max(1, gpus)))),
+        memory=_count("--memory", flags["--memory"]) if "--memory" in flags else 0,
         time=_matching("--time", flags.get("--time", "24:00:00"), _TIME, "HH:MM:SS above 0"),
         gpu_type=_matching("--gpu-type", flags["--gpu-type"], _NAME, "a name") if "--gpu-type" in flags else "",
         image=_matching("--image", flags["--image"], _IMAGE, "an image") if "--image" in flags else "",
@@ -130,6 +133,8 @@ fi
 {job.app("${address%:*}")} "ray.address=$address"
 """
     resources: dict[str, Any] = {"cpus": f"{job.cpus}+"}
+    if job.memory:
+        resources["memory"] = f"{job.memory}+"
     if job.gpus:
         resources["accelerators"] = dict.fromkeys((job.gpu_type,) if job.gpu_type else _SKY_GPUS, job.gpus)
     task = {
@@ -149,7 +154,11 @@ def kuberay(job: ClusterJob) -> str:
     if not job.image:
         raise ConfigError("--launch kuberay needs --image, a container image with this repository in /app.")
     outputs = _outputs_of_pods(job)
-    limits: dict[str, Any] = {"cpu": job.cpus, **({"nvidia.com/gpu": job.gpus} if job.gpus else {})}
+    limits: dict[str, Any] = {"cpu": job.cpus}
+    if job.memory:
+        limits["memory"] = f"{job.memory}Gi"
+    if job.gpus:
+        limits["nvidia.com/gpu"] = job.gpus
     volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
     mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
     if job.volume:

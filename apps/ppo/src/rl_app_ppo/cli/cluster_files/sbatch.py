@@ -14,6 +14,7 @@ def sbatch(job: ClusterJob) -> str:
     keys = several if job.nodes > 1 else ""
     kind = f"{job.gpu_type}:" if job.gpu_type else ""
     gpus = f"#SBATCH --gpus-per-node={kind}{job.gpus}\n" if job.gpus else ""
+    memory = f"#SBATCH --mem={job.memory}G\n" if job.memory else ""
     ray = f"uv run --no-sync ray start --num-cpus={job.cpus} --num-gpus={job.gpus} --disable-usage-stats --block"
     return f"""\
 #!/bin/bash
@@ -21,7 +22,7 @@ def sbatch(job: ClusterJob) -> str:
 #SBATCH --nodes={job.nodes}
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task={job.cpus}
-{gpus}#SBATCH --time={job.time}
+{memory}{gpus}#SBATCH --time={job.time}
 #SBATCH --output=slurm-%j.out
 # Run `sbatch FILE` in the folder of this repository, which all hosts share.
 set -euo pipefail
