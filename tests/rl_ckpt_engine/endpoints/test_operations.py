@@ -104,7 +104,10 @@ def test_bytes_that_are_no_request_are_refused() -> None:
         (SenderEndpoint, ["prepare", "join", "send", "serve", "finalize", "abort", "republish"]),
         (
             ReceiverEndpoint,
-            ["prepare", "join", "pause", "prefetch", "receive", "activate", "resume", "sleep", "wake", "republish"],
+            [
+                *("prepare", "join", "pause", "prefetch", "receive", "activate", "resume", "sleep", "wake"),
+                *("republish", "relay"),
+            ],
         ),
         (FollowerEndpoint, ["follow"]),
     ],

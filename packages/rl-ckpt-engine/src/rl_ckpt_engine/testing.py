@@ -297,6 +297,27 @@ class EngineConformance:
             _close(joiner)
         _close(sender, receiver)
 
+    def test_a_receiver_relays_a_version_to_another(self) -> None:
+        sender, receiver = self.joined()
+        if receiver.capabilities.relays:
+            other = self.make_engine()
+            other.init_process_group(type(other).build_topology(sender.prepare(), [other.prepare()]).receivers[0])
+            assert refusal(receiver.relay(timeout_s=_TIMEOUT_S))
+            for version in (1, 2):
+                weights = make_weights([(100,), (), (0,), (300, 1000)], seed=version)
+                manifest = self.send(sender, weights, version)
+                asyncio.run(receiver.receive_weights(manifest, timeout_s=_TIMEOUT_S))
+                assert not receiver.relayed
+                relayed = asyncio.run(receiver.relay(timeout_s=_TIMEOUT_S))
+                assert relayed.same_weights(manifest)
+                assert_same(asyncio.run(other.receive_weights(relayed, timeout_s=_TIMEOUT_S)), weights)
+                assert other.relayed
+                sender.finalize(version)
+            _close(other)
+        else:
+            assert refusal(receiver.relay(timeout_s=_TIMEOUT_S))
+        _close(sender, receiver)
+
     def test_prefetched_weights_are_those_that_were_sent(self) -> None:
         sender, receiver = self.joined()
         if not receiver.capabilities.prefetches:

@@ -13,7 +13,7 @@ import pytest
 from rl_ckpt_engine import Manifest
 from rl_ckpt_engine.engines.base import memfd
 from rl_ckpt_engine.engines.base.memfd import PAYLOAD_START, SlotPlacement
-from rl_ckpt_engine.engines.one_host.sender_memory import ShmMember
+from rl_ckpt_engine.engines.base.sender_memory import ShmMember
 from rl_ckpt_engine.engines.one_host.shm import ShmEngine
 from rl_ckpt_engine.testing import assert_same, make_weights
 from rl_protocol.errors import WeightSyncError

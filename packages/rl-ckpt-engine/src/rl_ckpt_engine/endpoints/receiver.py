@@ -23,6 +23,7 @@ from rl_ckpt_engine.payload.manifest import Manifest
 from rl_protocol.batch.weight_tensor import WeightTensor
 from rl_protocol.errors import WeightSyncError
 from rl_protocol.ports import Memory, WeightReceiver
+from rl_protocol.support.host_identity import this_host
 
 T = TypeVar("T")
 _TORN = "may hold weights of two versions because a load failed midway"
@@ -42,6 +43,10 @@ class ReceiveAck(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Whether the receiver can receive the next version while the sender sends it."""
     prefetched_nbytes: int = 0
     """Bytes that were there before, by `prefetch`."""
+    host: str = ""
+    """Host of the receiver if it can relay the version to others there; else empty."""
+    relayed: bool = False
+    """Whether another receiver of the host has relayed the version."""
 
 
 class ReceiverEndpoint(EngineEndpoint):
@@ -147,6 +152,8 @@ class ReceiverEndpoint(EngineEndpoint):
             verify_seconds=self._engine.verify_seconds,
             prefetches=self._engine.capabilities.prefetches,
             prefetched_nbytes=self._engine.prefetched_nbytes,
+            host=this_host() if self._engine.capabilities.relays else "",
+            relayed=self._engine.relayed,
         )
 
     @operation
@@ -247,6 +254,13 @@ class ReceiverEndpoint(EngineEndpoint):
                 f"Replica {self._name!r} has received version {manifest.version}, which is not active."
             )
         return manifest.encode()
+
+    @operation
+    async def relay(self, timeout_s: float) -> bytes:
+        """Serve the version received last to the other replicas of this host; see
+        CheckpointEngine.relay."""
+        await self._stop_running(timeout_s)
+        return (await self._run(self._engine.relay(timeout_s=timeout_s))).encode()
 
     def close(self) -> None:
         """Drop received weights and close the engine; safe to call twice."""

@@ -62,6 +62,7 @@ class Capabilities:
         direct: a source can write the next version into the engine's memory: `room`.
         shares: receivers may compute with the received tensors in place: `watch`.
         prefetches: receivers receive while the sender is in `send_weights`: `prefetch`.
+        relays: a receiver serves the version it received to others on its host: `relay`.
     """
 
     same_host_only: bool
@@ -74,6 +75,7 @@ class Capabilities:
     direct: bool = False
     shares: bool = False
     prefetches: bool = False
+    relays: bool = False
 
 
 class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -117,6 +119,8 @@ class CheckpointEngine(ABC):
     it."""
     prefetched_nbytes: int = 0
     """Bytes that the last `receive_weights` had from `prefetch`."""
+    relayed: bool = False
+    """Whether the last `receive_weights` copied the version from another receiver of the host."""
 
     @classmethod
     def create(cls, config: CheckpointEngineConfig) -> Self:
@@ -236,6 +240,23 @@ class CheckpointEngine(ABC):
         del timeout_s
         raise self._lacks("does not cache weights for late joiners")
 
+    # ---- with `relays`
+
+    async def relay(self, *, timeout_s: float) -> Manifest:
+        """Serve the version received last to the other receivers of this host, until the next call
+        or `close`.
+
+        Returns:
+            The manifest that was received, with another placement. A receiver that can't read the
+            version here receives it from the sender.
+
+        Raises:
+            WeightSyncError: nothing was received, there is not enough memory, or the deadline
+                passed.
+        """
+        del timeout_s
+        raise self._lacks("does not relay weights")
+
     # ---- with `direct`
 
     def room(self, layout: Sequence[TensorSpec]) -> list[npt.NDArray[np.uint8]]:
@@ -337,6 +358,7 @@ def check_capabilities(engine: type[CheckpointEngine]) -> None:
         "direct": ("room",) if declared.direct else (),
         "shares": ("watch",) if declared.shares else (),
         "prefetches": ("prefetch",) if declared.prefetches else (),
+        "relays": ("relay",) if declared.relays else (),
     }
     for capability, methods in needed.items():
         for method in methods:

@@ -1,18 +1,29 @@
-"""Let receivers receive a version: each on its own, or all together in a process group."""
+"""Let receivers receive a version: each on its own, one for its host, or all together in a process
+group."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Mapping
 from typing import Protocol
+
+import msgspec
 
 from rl_ckpt_engine.endpoints.receiver import ReceiveAck, ReceiverHandle
 from rl_ckpt_engine.endpoints.sender import SenderHandle
 from rl_ckpt_engine.engines.contract import CheckpointEngine
+from rl_ckpt_engine.payload.manifest import Manifest
 from rl_ckpt_engine.sync.peer_calls import Outcome, call_all, call_one
 from rl_protocol.errors import WeightSyncError
 
+_log = logging.getLogger(__name__)
 _SENDER = "the sender"
+RELAY_FROM = 3
+"""Receivers of a host from which on one relays to the others: with two, both get the version from
+the sender as fast."""
+RELAY_BYTES = 64 << 20
+"""Size of a version below which the two more calls would cost more than they save."""
 
 
 class ReceiveStrategy(Protocol):
@@ -33,7 +44,11 @@ class ReceiveStrategy(Protocol):
 
 
 class IndependentReceive:
-    """Each receiver receives independently of the others, and says whether it can prefetch.
+    """Each receiver receives from the sender, and says whether it can prefetch and relay.
+
+    Where a host has `RELAY_FROM` receivers that can relay, the first of them receives a version of
+    at least `RELAY_BYTES` and relays it to the others; if it can't, they receive from the sender,
+    too. Hosts are known after the first version.
 
     Args:
         prefetch: let those that can.
@@ -42,21 +57,70 @@ class IndependentReceive:
     def __init__(self, *, prefetch: bool) -> None:
         self._prefetch = prefetch
         self._prefetching: set[str] = set()
+        self._hosts: dict[str, str] = {}  # of the receivers that can relay
+        self._large = False  # whether the last version was worth a relay
 
     async def prefetch(
         self, version: int, receivers: Mapping[str, ReceiverHandle], timeout_s: float
     ) -> Mapping[str, str]:
-        able = {name: handle for name, handle in receivers.items() if name in self._prefetching}
+        relayed = {other for others in self._relays(receivers).values() for other in others} if self._large else ()
+        able = {name: handle for name, handle in receivers.items() if name in self._prefetching and name not in relayed}
         called = await call_all("prefetch", able, timeout_s, lambda handle: handle.prefetch(version, timeout_s))
         return called.failed
 
     async def move(
         self, manifest: bytes, receivers: Mapping[str, ReceiverHandle], timeout_s: float
     ) -> Outcome[ReceiveAck]:
-        outcome = await call_all("receive", receivers, timeout_s, lambda handle: handle.receive(manifest, timeout_s))
+        """See ReceiveStrategy; takes at most three deadlines."""
+        self._large = Manifest.decode(manifest).tensor_nbytes >= RELAY_BYTES
+        relays = self._relays(receivers) if self._large else {}
+        hosts = [(leader, *others) for leader, others in relays.items()]
+        alone = receivers.keys() - {name for host in hosts for name in host}
+        outcomes = await asyncio.gather(
+            _receive(manifest, {name: receivers[name] for name in alone}, timeout_s),
+            *(_relay(manifest, {name: receivers[name] for name in host}, timeout_s) for host in hosts),
+        )
+        done = {name: ack for outcome in outcomes for name, ack in outcome.done.items()}
+        failed = {name: reason for outcome in outcomes for name, reason in outcome.failed.items()}
         self._prefetching -= receivers.keys()
-        self._prefetching |= {name for name, ack in outcome.done.items() if self._prefetch and ack.prefetches}
-        return outcome
+        self._prefetching |= {name for name, ack in done.items() if self._prefetch and ack.prefetches}
+        self._hosts |= {name: ack.host for name, ack in done.items() if ack.host}
+        return Outcome({name: done[name] for name in receivers if name in done}, failed)
+
+    def _relays(self, receivers: Mapping[str, ReceiverHandle]) -> dict[str, list[str]]:
+        """The receiver that relays -> the others of its host."""
+        hosts: dict[str, list[str]] = {}
+        for name in receivers:
+            if name in self._hosts:
+                hosts.setdefault(self._hosts[name], []).append(name)
+        return {first: others for first, *others in hosts.values() if len(others) + 1 >= RELAY_FROM}
+
+
+async def _receive(manifest: bytes, receivers: Mapping[str, ReceiverHandle], timeout_s: float) -> Outcome[ReceiveAck]:
+    return await call_all("receive", receivers, timeout_s, lambda handle: handle.receive(manifest, timeout_s))
+
+
+async def _relay(manifest: bytes, receivers: Mapping[str, ReceiverHandle], timeout_s: float) -> Outcome[ReceiveAck]:
+    """Let the first receiver receive, and relay the version to the others of its host.
+
+    The others acknowledge the manifest that was relayed; their acknowledgments are returned with
+    the digest of the one that was sent.
+    """
+    first, *others = receivers
+    led = await _receive(manifest, {first: receivers[first]}, timeout_s)
+    offered = manifest
+    if led.done:
+        relayed = await call_all("relay", {first: receivers[first]}, timeout_s, lambda handle: handle.relay(timeout_s))
+        for reason in relayed.failed.values():
+            _log.warning("The other replicas of its host receive from the sender: %s.", reason)
+        offered = relayed.done.get(first, manifest)
+    rest = await _receive(offered, {name: receivers[name] for name in others}, timeout_s)
+    sent, given = Manifest.decode(manifest).digest, Manifest.decode(offered).digest
+    acks = {
+        name: msgspec.structs.replace(ack, digest=sent) if ack.digest == given else ack
+        for name, ack in rest.done.items()
+    }
+    return Outcome(led.done | acks, led.failed | rest.failed)
 
 
 class LocalReceive:

@@ -45,7 +45,9 @@ class SyncRound:
         seconds: phase -> seconds until the slowest receiver answered. `receive` is also split into
             `move` and `verify`.
         send_metrics: the engine's measurements of the send.
-        prefetched_bytes: what each receiver had, at least, before it was asked to receive.
+        prefetched_bytes: what each receiver from the sender had, at least, before it was asked to
+            receive.
+        relayed: number of receivers that copied the version from another on their host.
         phase: the current or last phase.
     """
 
@@ -77,6 +79,7 @@ class SyncRound:
         self.seconds: dict[str, float] = {}
         self.send_metrics: dict[str, float] = {}
         self.prefetched_bytes = 0
+        self.relayed = 0
         self.phase = "send"
         self._moved = False
 
@@ -111,6 +114,7 @@ class SyncRound:
             "bytes": float(num_bytes),
             "receivers": float(len(self.active)),
             "prefetched_bytes": float(self.prefetched_bytes),
+            "relayed": float(self.relayed),
             **{f"{phase}_seconds": spent for phase, spent in self.seconds.items()},
             **self.send_metrics,
         }
@@ -125,7 +129,8 @@ class SyncRound:
         )
         self.seconds["verify"] = max(ack.verify_seconds for ack in acks.values())
         self.seconds["move"] = max(ack.seconds - ack.verify_seconds for ack in acks.values())
-        self.prefetched_bytes = min(ack.prefetched_nbytes for ack in acks.values())
+        self.prefetched_bytes = min((ack.prefetched_nbytes for ack in acks.values() if not ack.relayed), default=0)
+        self.relayed = sum(ack.relayed for ack in acks.values())
         verified = [name for name, ack in acks.items() if self._agrees(name, ack, manifest)]
         self._require(verified)
         echoes = await self._phase(

@@ -122,6 +122,10 @@ class ReceiveBuffer:
         check.advance(manifest.payload_nbytes, memoryview(b""))
         self.verify_seconds += check.seconds
         assert len(self._held) == len(manifest.tensors), "every tensor was checked"
+        return self.tensors(manifest)
+
+    def tensors(self, manifest: Manifest) -> list[WeightTensor]:
+        """The tensors of the manifest, as views of this memory."""
         return [
             WeightTensor(entry.name, entry.dtype, entry.shape, self._memory[entry.offset : entry.end])
             for entry in manifest.tensors

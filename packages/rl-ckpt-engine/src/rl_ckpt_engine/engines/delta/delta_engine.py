@@ -290,7 +290,13 @@ def delta_over(engine: type[CheckpointEngine]) -> type[DeltaEngine]:
         "__doc__": f"Changes over engine {engine.name!r}.",
         "name": f"delta-{engine.name}",
         "capabilities": replace(
-            engine.capabilities, zero_copy=False, caches=True, direct=False, shares=False, prefetches=False
+            engine.capabilities,
+            zero_copy=False,
+            caches=True,
+            direct=False,
+            shares=False,
+            prefetches=False,
+            relays=False,
         ),
         "inner": engine,
     }

@@ -17,16 +17,19 @@
 * Instead of a sync_id, 8 bytes 0xff and a u64 version ask for bytes of a version whose manifest the
   receiver does not have. Only these requests are answered by 2. The receiver MUST use only tensors
   whose digest is that of the manifest.
+* Of several receivers on one host, one can relay the version to the others (see base.host_relay).
 * A receiver requests the next bucket before it has the current one, so the sender is not idle while
   it hashes.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, Sequence
 from typing import ClassVar
 
 from rl_ckpt_engine.config import CheckpointEngineConfig
+from rl_ckpt_engine.engines.base.host_relay import HostRelay, is_relayed
 from rl_ckpt_engine.engines.base.memfd import Slot
 from rl_ckpt_engine.engines.base.prefetch import Prefetch
 from rl_ckpt_engine.engines.base.publishing_engine import PublishingEngine
@@ -37,6 +40,10 @@ from rl_ckpt_engine.engines.network.tcp_secret import HOW_TO_SET, load_key
 from rl_ckpt_engine.engines.network.tcp_transport import TcpTransport, read_member
 from rl_ckpt_engine.payload.block_stream import Deadline
 from rl_ckpt_engine.payload.manifest import Manifest
+from rl_protocol.batch.weight_tensor import WeightTensor
+from rl_protocol.errors import WeightSyncError
+
+_log = logging.getLogger(__name__)
 
 
 class TcpEngine(PublishingEngine[Slot]):
@@ -58,12 +65,14 @@ class TcpEngine(PublishingEngine[Slot]):
         caches=True,
         shares=True,
         prefetches=True,
+        relays=True,
     )
 
     def __init__(self, config: CheckpointEngineConfig | None = None) -> None:
         super().__init__(config)
         key = load_key()
         host = listen_address(self._config.listen, allowed=bool(key), need=f"a key: {HOW_TO_SET}")
+        self._relay = HostRelay()
         self._transport = TcpTransport(
             self.name, host, key, self._sending.versions.find, newest=lambda: self._sending.newest
         )
@@ -87,6 +96,33 @@ class TcpEngine(PublishingEngine[Slot]):
     def _new_store(self) -> Slot:
         return Slot()
 
+    async def _fetch(self, manifest: Manifest, deadline: Deadline) -> list[WeightTensor]:
+        self.relayed = is_relayed(manifest)
+        if self.relayed:
+            try:
+                return await self._copy_relayed(manifest, deadline)
+            except WeightSyncError as error:
+                deadline.check()
+                _log.warning(
+                    "Version %d is received from the sender, because it can't be copied on this host: %s",
+                    manifest.version,
+                    error,
+                )
+                self.relayed = False
+        return await super()._fetch(manifest, deadline)
+
+    async def _copy_relayed(self, manifest: Manifest, deadline: Deadline) -> list[WeightTensor]:
+        buffer = self._buffers.next()
+        buffer.forget()
+        copy = buffer.reserve(manifest.payload_nbytes)
+        self.verify_seconds = await self._relay.copy(manifest, copy, deadline)
+        return buffer.tensors(manifest)
+
+    async def relay(self, *, timeout_s: float) -> Manifest:
+        received, weights = self.get_weights()
+        deadline = Deadline(timeout_s, f"Relaying version {received.version}", f"engine {self.name}")
+        return await self._relay.publish(received, weights, deadline)
+
     def _pull(self, manifest: Manifest, buckets: Sequence[Bucket], deadline: Deadline) -> AsyncGenerator[None]:
         return self._transport.pull(manifest, buckets, deadline)
 
@@ -99,5 +135,6 @@ class TcpEngine(PublishingEngine[Slot]):
 
     def close(self) -> None:
         self._transport.close()
+        self._relay.close()
         with self._transport.lock:
             super().close()

@@ -17,8 +17,8 @@ from typing import ClassVar
 from rl_ckpt_engine.config import CheckpointEngineConfig
 from rl_ckpt_engine.engines.base.memfd import SealedSlot
 from rl_ckpt_engine.engines.base.publishing_engine import PublishingEngine
+from rl_ckpt_engine.engines.base.sender_memory import MapsSender, SenderMemory
 from rl_ckpt_engine.engines.contract import Capabilities
-from rl_ckpt_engine.engines.one_host.sender_memory import MapsSender, SenderMemory
 from rl_ckpt_engine.payload.block_stream import Deadline, verify
 from rl_ckpt_engine.payload.manifest import Manifest
 from rl_protocol.batch.weight_tensor import WeightTensor

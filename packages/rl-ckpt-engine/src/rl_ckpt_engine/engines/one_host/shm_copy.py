@@ -16,8 +16,8 @@ from rl_ckpt_engine.engines.base.memfd import SealedSlot
 from rl_ckpt_engine.engines.base.prefetch import Prefetch
 from rl_ckpt_engine.engines.base.publishing_engine import PublishingEngine
 from rl_ckpt_engine.engines.base.receive_buffer import Bucket
+from rl_ckpt_engine.engines.base.sender_memory import MapsSender, SenderMemory
 from rl_ckpt_engine.engines.contract import Capabilities
-from rl_ckpt_engine.engines.one_host.sender_memory import MapsSender, SenderMemory
 from rl_ckpt_engine.payload.block_stream import Deadline, verify
 from rl_ckpt_engine.payload.manifest import Manifest
 from rl_protocol.batch.weight_tensor import WeightTensor
@@ -49,10 +49,7 @@ class ShmCopyEngine(MapsSender, PublishingEngine[SealedSlot]):
         copy, there = buffer.reserve(manifest.payload_nbytes), buffer.take_prefetched(manifest)
         self.verify_seconds = await verify(manifest, views, deadline, copy=copy, skip=there)
         self._memory.require(manifest)
-        return [
-            WeightTensor(entry.name, entry.dtype, entry.shape, copy[entry.offset : entry.end])
-            for entry in manifest.tensors
-        ]
+        return buffer.tensors(manifest)
 
     def _pull_ahead(self, buckets: Sequence[Bucket], prefetch: Prefetch) -> AsyncGenerator[None]:
         return self._memory.copy_written(buckets, prefetch)

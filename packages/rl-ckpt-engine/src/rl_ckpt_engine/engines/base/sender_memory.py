@@ -20,7 +20,7 @@ from rl_ckpt_engine.engines.base.prefetch import Prefetch
 from rl_ckpt_engine.engines.base.receive_buffer import Bucket
 from rl_ckpt_engine.engines.base.version_sender import VersionSender
 from rl_ckpt_engine.engines.contract import TensorSpec
-from rl_ckpt_engine.payload.block_stream import Pacer
+from rl_ckpt_engine.payload.block_stream import Deadline, Pacer, verify
 from rl_ckpt_engine.payload.digests import blocks
 from rl_ckpt_engine.payload.manifest import Manifest, decode_struct
 from rl_protocol.batch.weight_tensor import WeightTensor
@@ -82,6 +82,18 @@ class SenderMemory:
             if mapping.nbytes >= end and mapping.written(version) >= end:
                 return mapping
         return None
+
+    async def copy(self, manifest: Manifest, target: npt.NDArray[np.uint8], deadline: Deadline) -> float:
+        """Copy the tensors of the manifest to their offsets in `target`, uint8 [payload_nbytes];
+        returns the seconds it took.
+
+        Raises:
+            WeightSyncError: the version is not there or was withdrawn meanwhile, a tensor is
+                damaged, or the deadline passed.
+        """
+        seconds = await verify(manifest, self.views(manifest), deadline, copy=target)
+        self.require(manifest)
+        return seconds
 
     def require(self, manifest: Manifest) -> None:
         """Check that the memory still holds the version whose `views` were returned.

@@ -1,0 +1,155 @@
+"""Measure what a relay brings where several replicas of a host receive weights over TCP.
+
+    uv run benchmarks/bench_host_relay.py [--receivers 3,4] [--gib 0.5] [--pairs 7] [--smoke]
+
+The weights of `bench_weight_sync.py` go from this process to receivers on the same host, each in a
+process of its own, by the manager and engine `tcp`, prefetch included. In turns (harness/pairs.py)
+all receivers get them from the sender, and one gets them and relays them to the others. Here the
+network is loopback, as fast as memory; over a network the sender's bytes take as long as there are
+copies of them, and with a relay there is one for each host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from bench_weight_sync import T, opened, versions
+from harness.pairs import Subject, paired, publish, summary, take_turns, verdict
+
+from rl_ckpt_engine import CheckpointEngineConfig, CheckpointEngineManager, ReceiverEndpoint, SenderEndpoint
+from rl_ckpt_engine.endpoints.unix_socket import connect, serve
+from rl_ckpt_engine.engines.network.tcp import TcpEngine
+from rl_ckpt_engine.sync import process_groups
+from rl_protocol.batch.weight_tensor import WeightTensor
+from rl_protocol.ports import WeightCapabilities
+
+_spawn = multiprocessing.get_context("spawn")
+_NEVER = 1 << 30
+
+
+class Keeps:
+    """A replica that uses the received tensors in place."""
+
+    capabilities = WeightCapabilities(adopts=True)
+
+    def __init__(self) -> None:
+        self.weight_version = 0
+        self.held: tuple[Any, ...] = ()
+
+    def load_weights(self, weights: Iterable[WeightTensor], version: int) -> None:
+        raise NotImplementedError
+
+    def adopt_weights(self, weights: list[WeightTensor], version: int, watch: Any) -> None:
+        self.held, self.weight_version = (weights, watch), version
+
+
+def receive(path: str, name: str) -> None:
+    """A rollout process: serves its endpoint until it is ended."""
+
+    async def run() -> None:
+        async with serve(ReceiverEndpoint(TcpEngine(), Keeps(), name=name), Path(path)):
+            await asyncio.Event().wait()
+
+    asyncio.run(run())
+
+
+class Models:
+    """A trainer with the next of its versions in each sync."""
+
+    capabilities = WeightCapabilities()
+
+    def __init__(self, models: list[list[WeightTensor]]) -> None:
+        self.models = models
+        self.version = 0
+
+    def named_weights(self) -> Iterable[WeightTensor]:
+        return iter(self.models[self.version % len(self.models)])
+
+
+class Side:
+    """A sender with its receivers; `relay_from` as in rl_ckpt_engine."""
+
+    def __init__(self, receivers: int, models: list[list[WeightTensor]], folder: str, relay_from: int) -> None:
+        self.relay_from = relay_from
+        self.source = Models(models)
+        self.loop = asyncio.new_event_loop()
+        paths = [f"{folder}/{number}" for number in range(receivers)]
+        self.processes = [
+            _spawn.Process(target=receive, args=(path, f"r{number}"), daemon=True) for number, path in enumerate(paths)
+        ]
+        for process in self.processes:
+            process.start()
+        self.pids = [os.getpid(), *(process.pid for process in self.processes if process.pid)]
+        self.engine = TcpEngine()
+        self.manager = self.loop.run_until_complete(self.connected(paths))
+
+    async def connected(self, paths: list[str]) -> CheckpointEngineManager:
+        replicas = [await connect(ReceiverEndpoint, Path(path), timeout_s=T) for path in paths]
+        config = CheckpointEngineConfig(timeout_s=T)
+        return CheckpointEngineManager(SenderEndpoint(self.engine, self.source), replicas, config, TcpEngine)
+
+    def step(self) -> None:
+        """One whole sync."""
+        process_groups.RELAY_FROM = self.relay_from
+        self.source.version += 1
+        self.loop.run_until_complete(self.manager.update_weights(self.source.version))
+        assert len(self.manager.receivers) == len(self.processes)
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.terminate()
+            process.join(20)
+        self.engine.close()
+        self.loop.close()
+
+
+def measure(receivers: int, models: list[list[WeightTensor]], pairs: int) -> dict[str, Any]:
+    """The row of so many receivers."""
+    with (
+        tempfile.TemporaryDirectory() as one,
+        tempfile.TemporaryDirectory() as other,
+        opened(Side(receivers, models, one, receivers)) as relayed,
+        opened(Side(receivers, models, other, _NEVER)) as direct,
+    ):
+        subjects = [Subject(name, side.step, side.pids) for name, side in (("relay", relayed), ("sender", direct))]
+        timings = take_turns(subjects, pairs, warm_up=3)
+        copies = receivers - relayed.manager.metrics["weight_sync/relayed"]
+        assert direct.manager.metrics["weight_sync/relayed"] == 0
+    wall = paired(timings, "relay", "sender")
+    return verdict(
+        f"tcp, {receivers} receivers on one host: time with a relay against all from the sender",
+        wall["median"],
+        None,
+        1.0,
+        at_least=False,
+        wall_ratio=wall,
+        cpu_ratio=paired(timings, "relay", "sender", "cpu"),
+        sides=summary(timings, sum(weight.nbytes for weight in models[0])),
+        copies_from_the_sender={"relay": copies, "sender": receivers},
+    )
+
+
+def main() -> None:
+    """Measure, print and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--receivers", default="3,4", help="numbers of receivers, separated by commas")
+    parser.add_argument("--gib", type=float, default=0.5)
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--smoke", action="store_true", help="64 MiB, 1 pair, 3 receivers, nothing written")
+    arguments = parser.parse_args()
+    counts = [3] if arguments.smoke else [int(count) for count in arguments.receivers.split(",")]
+    models = versions(1 / 8 if arguments.smoke else arguments.gib)
+    rows = [measure(count, models, 1 if arguments.smoke else arguments.pairs) for count in counts]
+    if not arguments.smoke:
+        publish("host_relay", rows)
+
+
+if __name__ == "__main__":
+    main()
