@@ -154,9 +154,7 @@ def test_all_kinds_of_training_run_ahead_and_lose_no_group(app, request, kind):
         assert {
             f"async/{name}" for name in ("admitted", "dropped", "refilled", "continued", "restarted")
         } <= step.keys()
-    names = {name for step in steps for name in step}
-    assert names & {"async/in_flight_staleness/max", "async/in_queue_staleness/max"}
-    idle = {name for name in names if name.startswith("idle/")}
+    idle = {name for step in steps for name in step if name.startswith("idle/")}
     roles, causes = ("rollout", "trainer", "reward"), ("starved", "refit", "validation")
     assert idle == {f"idle/{role}/{cause}" for role in roles for cause in causes}
     assert 0 < max(m["training/off_policy/trajectory_staleness_worst/max"] for m in steps) <= 2
