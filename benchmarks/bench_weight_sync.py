@@ -1,6 +1,7 @@
 """Measure weight sync by engine against memcpy and verl's bucketed broadcast over gloo.
 
     uv run benchmarks/bench_weight_sync.py [--only shm,tcp] [--pairs 7] [--gib 1] [--smoke]
+    uv run benchmarks/bench_weight_sync.py --relay 3,4 [--pairs 7] [--gib 1] [--smoke]
 
 One version of a model (300 bfloat16 tensors of realistic shapes) goes from this process to one or
 two others, which hold it, verified, in memory of their own: a receiver has two sets of tensors and
@@ -20,8 +21,13 @@ memory (engine `shm`), as a rollout engine on the CPU does; without, each copies
 `shm-copy`). With `-after` the receivers begin when the version has been sent; without, those of
 engines that declare `prefetches` begin with the sender, as in a sync of the manager. Both ways are
 also compared with a sender that casts the same bytes from float32 to bfloat16 while it reads them,
-as `rollout.dtype=bfloat16` does. The bars are in harness/weight_sync_bars.py. The ranking, a table
+as `rollout.dtype=bfloat16` does. The bars are in harness/weight_sync/bars.py. The ranking, a table
 and a plot beside the JSON, has all engines that were run.
+
+With `--relay`, so many receivers of engine `tcp` get the weights by the manager, in turns all from
+the sender, and one of them from the sender and the others from it (harness/weight_sync/relay.py).
+Here the network is loopback, as fast as memory; any other takes the longer, the more copies cross
+it.
 """
 
 from __future__ import annotations
@@ -42,7 +48,8 @@ from typing import Any
 import numpy as np
 import xxhash
 from harness.pairs import Subject, cpu_seconds, paired, publish, summary, take_turns, verdict
-from harness.weight_sync_bars import CPU_OF_ALL, CPU_OF_ONE, DIGESTS, DIRECT, PREFETCHED, SPEED, VERL, bar_of
+from harness.weight_sync.bars import CPU_OF_ALL, CPU_OF_ONE, DIGESTS, DIRECT, PREFETCHED, SPEED, VERL, bar_of
+from harness.weight_sync.relay import measure_relay
 
 from rl_ckpt_engine import (
     CheckpointEngine,
@@ -441,6 +448,7 @@ def main() -> None:
     """Measure, print and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(ENGINES), help="engines, separated by commas")
+    parser.add_argument("--relay", help="numbers of receivers, separated by commas, in place of engines")
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument(
@@ -450,6 +458,11 @@ def main() -> None:
     pairs, gib = (1, 1 / 64) if arguments.smoke else (arguments.pairs, arguments.gib)
     models = versions(gib)
     assert len(models[0]) == 300
+    if arguments.relay:
+        relayed = [measure_relay(int(count), models, pairs) for count in arguments.relay.split(",")]
+        if not arguments.smoke:
+            publish("weight_sync_relay", relayed)
+        return
     names = arguments.only.split(",")
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder, ray_cluster("ray" in names):

@@ -14,7 +14,7 @@ from harness.chaos_runs import Run, bars, failures, matrix, missing, newest, run
 from harness.pairs import judge
 from harness.result_schema import Document, Row, kind_of, load
 from harness.results import RESULTS, ROOT, published_results
-from harness.weight_sync_bars import bar_of
+from harness.weight_sync.bars import bar_of
 
 PAGE = ROOT / "benchmarks" / "RESULTS.md"
 FRONT = ROOT / "README.md"

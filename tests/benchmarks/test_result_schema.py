@@ -14,7 +14,7 @@ import pytest
 from harness.result_schema import Document, check, check_place, directions, identity, kind_of, load
 from harness.results import RESULTS as FOLDER
 from harness.results import published_results
-from harness.weight_sync_bars import CPU_OF_ALL, CPU_OF_ONE, DIGESTS, SPEED, VERL, bar_of
+from harness.weight_sync.bars import CPU_OF_ALL, CPU_OF_ONE, DIGESTS, SPEED, VERL, bar_of
 from report import (
     BEGIN,
     END,

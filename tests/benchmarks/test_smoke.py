@@ -87,6 +87,12 @@ def test_it_runs_with_vllm(name: str, script: Callable[..., str]):
     assert len(script(name, "--smoke").strip().splitlines()) >= 2
 
 
+@pytest.mark.slow
+def test_a_relay_of_weights_is_compared(script: Callable[..., str]):
+    printed = script("bench_weight_sync.py", "--relay", "3", "--smoke")
+    assert "tcp, 3 receivers: time with a relay over time without" in printed
+
+
 PLANES = ["driver", "driver-buffers", "simple", "ray", *(["transferqueue"] if PEER else [])]
 
 

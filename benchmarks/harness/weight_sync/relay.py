@@ -1,28 +1,23 @@
-"""Measure what a relay brings where several replicas of a host receive weights over TCP.
+"""What a relay brings where several replicas of a host receive weights over TCP.
 
-    uv run benchmarks/bench_host_relay.py [--receivers 3,4] [--gib 0.5] [--pairs 7] [--smoke]
-
-The weights of `bench_weight_sync.py` go from this process to receivers on the same host, each in a
-process of its own, by the manager and engine `tcp`, prefetch included. In turns (harness/pairs.py)
-all receivers get them from the sender, and one gets them and relays them to the others. Here the
-network is loopback, as fast as memory; over a network the sender's bytes take as long as there are
-copies of them, and with a relay there is one for each host.
+Receivers on this host, each in a process of its own, get the weights by the manager and engine
+`tcp`, prefetch included. In turns, all get them from the sender, and one gets them and relays them
+to the others.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import multiprocessing
 import os
 import tempfile
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from bench_weight_sync import T, opened, versions
-from harness.pairs import Subject, paired, publish, summary, take_turns, verdict
-
+from harness.pairs import Subject, paired, summary, take_turns, verdict
+from harness.weight_sync.bars import RELAYED, bar_of
 from rl_ckpt_engine import CheckpointEngineConfig, CheckpointEngineManager, ReceiverEndpoint, SenderEndpoint
 from rl_ckpt_engine.endpoints.unix_socket import connect, serve
 from rl_ckpt_engine.engines.network.tcp import TcpEngine
@@ -30,6 +25,7 @@ from rl_ckpt_engine.sync import process_groups
 from rl_protocol.batch.weight_tensor import WeightTensor
 from rl_protocol.ports import WeightCapabilities
 
+T = 300.0
 _spawn = multiprocessing.get_context("spawn")
 _NEVER = 1 << 30
 
@@ -97,7 +93,7 @@ class Side:
 
     def step(self) -> None:
         """One whole sync."""
-        process_groups.RELAY_FROM = self.relay_from
+        process_groups.RELAY_FROM, process_groups.RELAY_BYTES = self.relay_from, 1
         self.source.version += 1
         self.loop.run_until_complete(self.manager.update_weights(self.source.version))
         assert len(self.manager.receivers) == len(self.processes)
@@ -110,46 +106,27 @@ class Side:
         self.loop.close()
 
 
-def measure(receivers: int, models: list[list[WeightTensor]], pairs: int) -> dict[str, Any]:
+def measure_relay(receivers: int, models: list[list[WeightTensor]], pairs: int) -> dict[str, Any]:
     """The row of so many receivers."""
     with (
         tempfile.TemporaryDirectory() as one,
         tempfile.TemporaryDirectory() as other,
-        opened(Side(receivers, models, one, receivers)) as relayed,
-        opened(Side(receivers, models, other, _NEVER)) as direct,
+        closing(Side(receivers, models, one, receivers)) as relayed,
+        closing(Side(receivers, models, other, _NEVER)) as direct,
     ):
-        subjects = [Subject(name, side.step, side.pids) for name, side in (("relay", relayed), ("sender", direct))]
+        subjects = [Subject(name, side.step, side.pids) for name, side in (("relayed", relayed), ("direct", direct))]
         timings = take_turns(subjects, pairs, warm_up=3)
-        copies = receivers - relayed.manager.metrics["weight_sync/relayed"]
-        assert direct.manager.metrics["weight_sync/relayed"] == 0
-    wall = paired(timings, "relay", "sender")
+        relays = relayed.manager.metrics["weight_sync/relayed"]
+        assert (relays, direct.manager.metrics["weight_sync/relayed"]) == (receivers - 1, 0)
+    question, wall = f"tcp, {receivers} receivers: {RELAYED}", paired(timings, "relayed", "direct")
+    bar = bar_of(question)
     return verdict(
-        f"tcp, {receivers} receivers on one host: time with a relay against all from the sender",
+        question,
         wall["median"],
-        None,
-        1.0,
-        at_least=False,
+        bar.must,
+        bar.aim,
+        at_least=bar.at_least,
         wall_ratio=wall,
-        cpu_ratio=paired(timings, "relay", "sender", "cpu"),
+        cpu_ratio=paired(timings, "relayed", "direct", "cpu"),
         sides=summary(timings, sum(weight.nbytes for weight in models[0])),
-        copies_from_the_sender={"relay": copies, "sender": receivers},
     )
-
-
-def main() -> None:
-    """Measure, print and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--receivers", default="3,4", help="numbers of receivers, separated by commas")
-    parser.add_argument("--gib", type=float, default=0.5)
-    parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--smoke", action="store_true", help="64 MiB, 1 pair, 3 receivers, nothing written")
-    arguments = parser.parse_args()
-    counts = [3] if arguments.smoke else [int(count) for count in arguments.receivers.split(",")]
-    models = versions(1 / 8 if arguments.smoke else arguments.gib)
-    rows = [measure(count, models, 1 if arguments.smoke else arguments.pairs) for count in counts]
-    if not arguments.smoke:
-        publish("host_relay", rows)
-
-
-if __name__ == "__main__":
-    main()
