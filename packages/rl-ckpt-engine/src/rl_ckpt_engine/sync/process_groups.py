@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 _SENDER = "the sender"
 RELAY_FROM = 2
 """Receivers of a host from which on one relays to the others. With two, a relay saves half of the
-bytes on the network; over loopback both would get the version from the sender as fast."""
+bytes on the network; over loopback it makes no difference."""
 RELAY_BYTES = 64 << 20
 """Size of a version below which the two more calls would cost more than they save."""
 
