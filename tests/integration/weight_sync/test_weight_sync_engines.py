@@ -5,6 +5,8 @@ Versions increase, all replicas get them, and they generate with the weights tha
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 PARAMETERS = 333_184
@@ -58,3 +60,37 @@ def test_changes_alone_carry_a_run_in_bfloat16(app):
         # The rounding error of bfloat16 in a log-prob: larger than that of float32, smaller than
         # the difference to another policy.
         assert 1e-4 < step["training/rollout_log_probs_diff_max"] < 0.5
+
+
+@pytest.fixture
+def wide_model(base_model, tmp_path):
+    """A model of the demo's vocabulary that is large enough to be relayed."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = tmp_path / "wide"
+    shutil.copytree(base_model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    wide = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 5, "num_attention_heads": 8}
+    config = AutoConfig.from_pretrained(base_model, **wide, num_key_value_heads=8, layer_types=["full_attention"] * 5)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.nightly
+def test_one_replica_of_a_host_relays_the_weights_of_a_run_to_the_others(app, wide_model):
+    done = app(
+        "checkpoint_engine.backend=tcp",
+        f"model.path={wide_model}",
+        "actor.optim.lr=1e-3",
+        "actor.entropy_coeff=0.01",  # a gradient without a reward: the model is untrained
+        "rollout.num_workers=3",
+        "trainer.total_training_steps=3",
+        "trainer.val_before_train=false",
+        "trainer.test_freq=0",
+    )
+    assert done.code == 0, done.err
+    trained = [m for m in done.metrics if m["step"]]
+    assert min(m["weight_sync/bytes"] for m in trained) > 64 << 20
+    assert [m["weight_sync/relayed"] for m in trained] == [0, 2, 2]
+    # all three replicas generate with the trained weights
+    assert max(m["training/rollout_log_probs_diff_max"] for m in trained) < 1e-4
+    assert all(m["actor/grad_norm"] > 0 for m in trained)
