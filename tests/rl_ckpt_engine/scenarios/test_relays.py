@@ -143,6 +143,40 @@ def test_when_the_relay_fails_the_others_receive_from_the_sender() -> None:
     closed(*receivers)
 
 
+def test_a_relay_of_other_weights_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    class Late(Receiver):
+        async def relay(self, timeout_s: float) -> bytes:
+            relayed, self.before = self.before, await super().relay(timeout_s)
+            return relayed or self.before
+
+        before = b""
+
+    receivers = [Late("r0", "a"), Receiver("r1", "a")]
+    assert synced(*receivers).metrics["weight_sync/relayed"] == 0
+    assert "other weights" in caplog.text
+    closed(*receivers)
+
+
+def test_a_bug_in_one_host_leaves_no_call_of_another_behind() -> None:
+    ended: list[str] = []
+
+    class Broken(Receiver):
+        async def relay(self, timeout_s: float) -> bytes:
+            raise ZeroDivisionError
+
+    class Slow(Receiver):
+        async def relay(self, timeout_s: float) -> bytes:
+            await asyncio.sleep(0.05)
+            ended.append(self.name)
+            return await super().relay(timeout_s)
+
+    receivers = [Broken("r0", "a"), Receiver("r1", "a"), Slow("r2", "b"), Receiver("r3", "b")]
+    with pytest.raises(ZeroDivisionError):
+        synced(*receivers)
+    assert ended == ["r2"]
+    closed(*receivers)
+
+
 def test_when_the_leader_does_not_receive_the_others_do() -> None:
     class Fails(Receiver):
         async def receive(self, manifest: bytes, timeout_s: float):

@@ -76,10 +76,16 @@ class IndependentReceive:
         relays = self._relays(receivers) if self._large else {}
         hosts = [(leader, *others) for leader, others in relays.items()]
         alone = receivers.keys() - {name for host in hosts for name in host}
-        outcomes = await asyncio.gather(
+        results = await asyncio.gather(
             _receive(manifest, {name: receivers[name] for name in alone}, timeout_s),
             *(_relay(manifest, {name: receivers[name] for name in host}, timeout_s) for host in hosts),
+            return_exceptions=True,  # a bug in one call does not leave the others behind
         )
+        outcomes: list[Outcome[ReceiveAck]] = []
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+            outcomes.append(result)
         done = {name: ack for outcome in outcomes for name, ack in outcome.done.items()}
         failed = {name: reason for outcome in outcomes for name, reason in outcome.failed.items()}
         self._prefetching -= receivers.keys()
@@ -114,10 +120,13 @@ async def _relay(manifest: bytes, receivers: Mapping[str, ReceiverHandle], timeo
         for reason in relayed.failed.values():
             _log.warning("The other replicas of its host receive from the sender: %s.", reason)
         offered = relayed.done.get(first, manifest)
+    sent, given = Manifest.decode(manifest), Manifest.decode(offered)
+    if not given.same_weights(sent):
+        _log.warning("%s relays other weights than those it received; they are not used.", first)
+        offered, given = manifest, sent
     rest = await _receive(offered, {name: receivers[name] for name in others}, timeout_s)
-    sent, given = Manifest.decode(manifest).digest, Manifest.decode(offered).digest
     acks = {
-        name: msgspec.structs.replace(ack, digest=sent) if ack.digest == given else ack
+        name: msgspec.structs.replace(ack, digest=sent.digest) if ack.digest == given.digest else ack
         for name, ack in rest.done.items()
     }
     return Outcome(led.done | acks, led.failed | rest.failed)
