@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+import threading
 import time
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 from terminal_screen import TerminalScreen
 
+from rl_app_ppo.api.command_console import RunConsole
+from rl_app_ppo.outputs import console
 from rl_app_ppo.outputs.console import Screen
 from rl_app_ppo.watch.live_panel import live_panel
 from rl_trainer.record.record_file import RecordFile
@@ -64,6 +68,38 @@ def test_lines_stay_above_a_panel_that_is_gone_at_the_end(folder, width, height)
     seen.write(out.file.getvalue()[len(during) :])
     assert seen.text.split("\n") == ["step 1/8", "step 2/8", "after the run"]
     assert seen.highest < height
+
+
+class SlowTerminal(io.StringIO):
+    """Another thread gets its turn before each write."""
+
+    def write(self, text):
+        time.sleep(0.0005)
+        return super().write(text)
+
+
+def test_lines_of_several_threads_leave_nothing_of_a_panel_that_changes_its_height(monkeypatch):
+    """A frame must erase what is on the terminal, not what another thread is about to write."""
+    monkeypatch.setattr(console, "REFRESH", 1000.0)
+    out = RunConsole(
+        file=SlowTerminal(), force_terminal=True, width=60, height=24, _environ={"TERM": "xterm"}, highlight=False
+    )
+    screen, lines = Screen(out), [f"thread {thread} line {line}" for thread in range(3) for line in range(40)]
+
+    def notes(mine):
+        for line in mine:
+            screen.panel(Text("\n".join("panel" for _ in range(1 + len(line) * hash(line) % 9))))
+            screen.note(line)
+
+    with screen:
+        threads = [threading.Thread(target=notes, args=(lines[at : at + 40],)) for at in (0, 40, 80)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    seen = TerminalScreen()
+    seen.write(out.file.getvalue())
+    assert sorted(seen.text.split("\n")) == sorted(lines)
 
 
 def test_without_a_terminal_there_is_no_panel(folder):

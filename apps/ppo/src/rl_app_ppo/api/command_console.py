@@ -36,26 +36,38 @@ class CommandConsole(Console):
 class RunConsole(Console):
     """The console of a run, which continues without it: the rest is not printed.
 
-    The first failure is a line of standard error. Threads may print.
+    The first failure is a line of standard error. Threads may print: one at a time, from the moment
+    it enters the console until what it printed is written. What rich draws below the lines is
+    erased by its height on the terminal, so no other thread may write in between.
     """
 
-    _losing = threading.Lock()
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._turn = threading.RLock()
+
+    def __enter__(self) -> Console:
+        self._turn.acquire()
+        return super().__enter__()
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
         try:
             super().__exit__(exc_type, exc_value, traceback)
         except OSError as lost:
-            with self._losing:
-                if self.quiet:
-                    return
-                self.quiet = True
-            name = "standard error" if self.stderr else "standard output"
-            with contextlib.suppress(OSError):  # standard error may have the same reader
-                sys.stderr.write(
-                    f"{name} can't be written any more ({lost.strerror}): nothing more is printed, and the run continues. "
-                    "`rl watch` with its folder follows it; Ctrl-C ends it.\n"
-                )
-                sys.stderr.flush()
+            self._lose(lost)
+        finally:
+            self._turn.release()
+
+    def _lose(self, lost: OSError) -> None:
+        if self.quiet:
+            return
+        self.quiet = True
+        name = "standard error" if self.stderr else "standard output"
+        with contextlib.suppress(OSError):  # standard error may have the same reader
+            sys.stderr.write(
+                f"{name} can't be written any more ({lost.strerror}): nothing more is printed, and the run continues. "
+                "`rl watch` with its folder follows it; Ctrl-C ends it.\n"
+            )
+            sys.stderr.flush()
 
     def on_broken_pipe(self) -> NoReturn:
         """Let `__exit__` handle the BrokenPipeError that rich handles now."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -109,7 +110,8 @@ def clock(seconds: float) -> str:
 class Screen:
     """The terminal of one run: lines that stay, and a panel and a progress bar below them.
 
-    A context manager that removes panel and bar at the end. Threads may call it.
+    A context manager that removes panel and bar at the end. Threads may call it if the console is a
+    RunConsole.
     """
 
     def __init__(self, console: Console) -> None:
@@ -126,18 +128,31 @@ class Screen:
         self._live = Live(
             console=console,
             get_renderable=self._moving,
-            auto_refresh=self.size is not None,
-            refresh_per_second=REFRESH,
+            auto_refresh=False,  # rich's thread would draw while another one is about to print
             transient=True,
         )
+        self._ended = threading.Event()
+        self._refresher = threading.Thread(target=self._refresh, name="screen", daemon=True)
 
     def __enter__(self) -> Screen:
-        self._live.start()
+        with self._console:
+            self._live.start()
+        if self.size is not None:
+            self._refresher.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if self._refresher.is_alive():
+            self._refresher.join()
         self._panel = None
-        self._live.stop()
+        with self._console:
+            self._live.stop()
+
+    def _refresh(self) -> None:
+        while not self._ended.wait(1 / REFRESH):
+            with self._console:
+                self._live.refresh()
 
     @property
     def size(self) -> tuple[int, int] | None:
