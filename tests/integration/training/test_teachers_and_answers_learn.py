@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from app_runs import MARK, PATIENT, command
 
-ACCURACY = "val-core/two_digit_addition/acc/mean@1"
+from rl_app_ppo.outputs.console import validation_accuracy
+
 GOOD = 0.90
 
 
@@ -31,7 +32,8 @@ def curve(tmp_path, mark):
         )
         assert done.returncode == 0, done.stderr
         rows = map(json.loads, Path(tmp_path, name, "metrics.jsonl").read_text().splitlines())
-        return {row["step"]: row[ACCURACY] for row in rows if ACCURACY in row}
+        found = {row["step"]: validation_accuracy(row) for row in rows}
+        return {step: accuracy for step, accuracy in found.items() if accuracy is not None}
 
     return run
 
