@@ -62,6 +62,23 @@ def test_the_received_tensors_stay_when_the_leader_relays_the_next_version(membe
     assert_same(first, WEIGHTS)
 
 
+def test_the_memory_of_a_former_leader_is_not_kept(members: Members) -> None:
+    assert members.received(members.relayed(1))
+    members.sender.finalize(1)
+    held = members.other._relay._memory._mappings
+    assert len(held) == 1
+    members.leader.close()
+    members.leader = TcpEngine()
+    members.leader.init_process_group(members.sender.prepare())
+    relayed = members.relayed(2)
+    placement = host_relay._decoder.decode(relayed.placement.removeprefix(b"relay\0"))
+    elsewhere = host_relay.ShmMember(host=host_relay.this_host(), pid=1 << 30)
+    moved = host_relay._Placement(member=msgspec.msgpack.encode(elsewhere), slot=placement.slot)
+    gone = msgspec.structs.replace(relayed, placement=b"relay\0" + msgspec.msgpack.encode(moved), digest=b"").sealed()
+    assert not members.received(gone)
+    assert not held
+
+
 def test_without_the_leader_a_version_comes_from_the_sender(members: Members, caplog: pytest.LogCaptureFixture) -> None:
     relayed = members.relayed()
     members.leader.close()

@@ -51,6 +51,7 @@ class HostRelay:
     def __init__(self) -> None:
         self._slot: SealedSlot | None = None
         self._memory = SenderMemory()
+        self._relaying = b""  # the member whose slot it maps
 
     async def publish(self, received: Manifest, weights: Sequence[WeightTensor], deadline: Deadline) -> Manifest:
         """Copy a received version into shared memory; returns its manifest for other receivers.
@@ -86,6 +87,9 @@ class HostRelay:
         member = decode_struct(_member_decoder, placement.member, "placement of a relayed version")
         if member.host != this_host():
             raise WeightSyncError(f"Version {relayed.version} is relayed on {member.host}, another host.")
+        if placement.member != self._relaying:  # the memory of one that relays no more is freed
+            self._memory.clear()
+            self._relaying = placement.member
         return await self._memory.copy(_in_memory(relayed, placement), target, deadline)
 
     def close(self) -> None:
