@@ -47,8 +47,8 @@ from typing import Any
 
 import numpy as np
 import xxhash
-from harness.pairs import Subject, cpu_seconds, paired, publish, summary, take_turns, verdict
-from harness.weight_sync.bars import CPU_OF_ALL, CPU_OF_ONE, DIGESTS, DIRECT, PREFETCHED, SPEED, VERL, bar_of
+from harness.pairs import Subject, cpu_seconds, paired, publish, summary, take_turns
+from harness.weight_sync.bars import CPU_OF_ALL, CPU_OF_ONE, DIGESTS, DIRECT, PREFETCHED, SPEED, VERL, judged
 from harness.weight_sync.relay import measure_relay
 
 from rl_ckpt_engine import (
@@ -355,24 +355,20 @@ def measure(name: str, receivers: int, models: list[list[WeightTensor]], pairs: 
         paired(timings, "without digests", "memcpy", "cpu"),
     )
 
-    def judged(question: str, value: float, **more: Any) -> dict[str, Any]:
-        bar = bar_of(f"{what}: {question}")
-        return verdict(f"{what}: {question}", value, bar.must, bar.aim, at_least=bar.at_least, **more)
-
     rows = [
-        judged(SPEED, wall["median"], ratio=wall, figures=figures),
+        judged(f"{what}: {SPEED}", wall["median"], ratio=wall, figures=figures),
         judged(
-            CPU_OF_ALL,
+            f"{what}: {CPU_OF_ALL}",
             copies["median"] / receivers,
             ratio=copies,
             without_digests=bare_cpu["median"] / receivers,
         ),
-        judged(CPU_OF_ONE, one_receiver),
-        judged(DIGESTS, 1 - bare_wall["median"], ratio=bare_wall),
+        judged(f"{what}: {CPU_OF_ONE}", one_receiver),
+        judged(f"{what}: {DIGESTS}", 1 - bare_wall["median"], ratio=bare_wall),
     ]
     if verl is not None:
         faster = paired(timings, "verl over gloo", "ours")
-        rows.append(judged(VERL, faster["median"], ratio=faster))
+        rows.append(judged(f"{what}: {VERL}", faster["median"], ratio=faster))
     return rows
 
 
@@ -388,14 +384,10 @@ def measure_cast(name: str, models: list[list[WeightTensor]], pairs: int) -> dic
             Subject("afterwards", after.step, after.pids, after.write),
         ]
         timings = take_turns(subjects, pairs, warm_up=4)
-    question, wall = f"{name}, 1 receiver, cast to bfloat16: {PREFETCHED}", paired(timings, "prefetching", "afterwards")
-    bar = bar_of(question)
-    return verdict(
-        question,
+    wall = paired(timings, "prefetching", "afterwards")
+    return judged(
+        f"{name}, 1 receiver, cast to bfloat16: {PREFETCHED}",
         wall["median"],
-        bar.must,
-        bar.aim,
-        at_least=bar.at_least,
         wall_ratio=wall,
         cpu_ratio=paired(timings, "prefetching", "afterwards", "cpu"),
         sides=summary(timings, sum(weight.nbytes for weight in models[0]) // 2),

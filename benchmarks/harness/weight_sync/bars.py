@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+from harness.pairs import verdict
 
 DIRECT = "-direct"
 SPEED = "speed against memcpy"
@@ -54,3 +57,9 @@ def bar_of(question: str) -> Bar:
     cpu = 1.0 if DIRECT in engine else 2.0
     aim = {SPEED: 0.6, CPU_OF_ALL: cpu, CPU_OF_ONE: cpu, DIGESTS: 0.1, VERL: 2.0, PREFETCHED: 1.0, RELAYED: 1.0}[what]
     return Bar(must, aim, at_least=what in {SPEED, VERL})
+
+
+def judged(question: str, value: float, **more: Any) -> dict[str, Any]:
+    """One row of a result, by the bar of its question."""
+    bar = bar_of(question)
+    return verdict(question, value, bar.must, bar.aim, at_least=bar.at_least, **more)

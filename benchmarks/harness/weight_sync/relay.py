@@ -16,8 +16,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from harness.pairs import Subject, paired, summary, take_turns, verdict
-from harness.weight_sync.bars import RELAYED, bar_of
+from harness.pairs import Subject, paired, summary, take_turns
+from harness.weight_sync.bars import RELAYED, judged
 from rl_ckpt_engine import CheckpointEngineConfig, CheckpointEngineManager, ReceiverEndpoint, SenderEndpoint
 from rl_ckpt_engine.endpoints.unix_socket import connect, serve
 from rl_ckpt_engine.engines.network.tcp import TcpEngine
@@ -40,6 +40,7 @@ class Keeps:
         self.held: tuple[Any, ...] = ()
 
     def load_weights(self, weights: Iterable[WeightTensor], version: int) -> None:
+        """Never called: the tensors are adopted."""
         raise NotImplementedError
 
     def adopt_weights(self, weights: list[WeightTensor], version: int, watch: Any) -> None:
@@ -118,14 +119,10 @@ def measure_relay(receivers: int, models: list[list[WeightTensor]], pairs: int) 
         timings = take_turns(subjects, pairs, warm_up=3)
         relays = relayed.manager.metrics["weight_sync/relayed"]
         assert (relays, direct.manager.metrics["weight_sync/relayed"]) == (receivers - 1, 0)
-    question, wall = f"tcp, {receivers} receivers: {RELAYED}", paired(timings, "relayed", "direct")
-    bar = bar_of(question)
-    return verdict(
-        question,
+    wall = paired(timings, "relayed", "direct")
+    return judged(
+        f"tcp, {receivers} receivers: {RELAYED}",
         wall["median"],
-        bar.must,
-        bar.aim,
-        at_least=bar.at_least,
         wall_ratio=wall,
         cpu_ratio=paired(timings, "relayed", "direct", "cpu"),
         sides=summary(timings, sum(weight.nbytes for weight in models[0])),

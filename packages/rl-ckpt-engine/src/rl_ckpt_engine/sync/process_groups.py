@@ -63,7 +63,7 @@ class IndependentReceive:
     async def prefetch(
         self, version: int, receivers: Mapping[str, ReceiverHandle], timeout_s: float
     ) -> Mapping[str, str]:
-        relayed = {other for others in self._relays(receivers).values() for other in others} if self._large else ()
+        relayed = {other for others in self._relays(receivers).values() for other in others}
         able = {name: handle for name, handle in receivers.items() if name in self._prefetching and name not in relayed}
         called = await call_all("prefetch", able, timeout_s, lambda handle: handle.prefetch(version, timeout_s))
         return called.failed
@@ -73,8 +73,7 @@ class IndependentReceive:
     ) -> Outcome[ReceiveAck]:
         """See ReceiveStrategy; takes at most three deadlines."""
         self._large = Manifest.decode(manifest).tensor_nbytes >= RELAY_BYTES
-        relays = self._relays(receivers) if self._large else {}
-        hosts = [(leader, *others) for leader, others in relays.items()]
+        hosts = [(leader, *others) for leader, others in self._relays(receivers).items()]
         alone = receivers.keys() - {name for host in hosts for name in host}
         results = await asyncio.gather(
             _receive(manifest, {name: receivers[name] for name in alone}, timeout_s),
@@ -94,7 +93,9 @@ class IndependentReceive:
         return Outcome({name: done[name] for name in receivers if name in done}, failed)
 
     def _relays(self, receivers: Mapping[str, ReceiverHandle]) -> dict[str, list[str]]:
-        """The receiver that relays -> the others of its host."""
+        """The receiver that relays a version as large as the last -> the others of its host."""
+        if not self._large:
+            return {}
         hosts: dict[str, list[str]] = {}
         for name in receivers:
             if name in self._hosts:
@@ -199,7 +200,7 @@ class GroupReceive:
             left = {name: handle for name, handle in left.items() if name not in gone}
             served, received = await asyncio.gather(
                 self._serve(manifest, timeout_s),
-                call_all("receive", left, timeout_s, lambda handle: handle.receive(manifest, timeout_s)),
+                _receive(manifest, left, timeout_s),
             )
             if not served and not received.failed:
                 return Outcome(received.done, failed)

@@ -6,7 +6,7 @@ Receivers map /proc/<pid>/fd/<n> of the sender, whose slots are sealed (see memf
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -83,15 +83,17 @@ class SenderMemory:
                 return mapping
         return None
 
-    async def copy(self, manifest: Manifest, target: npt.NDArray[np.uint8], deadline: Deadline) -> float:
-        """Copy the tensors of the manifest to their offsets in `target`, uint8 [payload_nbytes];
-        returns the seconds it took.
+    async def copy(
+        self, manifest: Manifest, target: npt.NDArray[np.uint8], deadline: Deadline, skip: Collection[str] = ()
+    ) -> float:
+        """Copy the tensors of the manifest to their offsets in `target`, uint8 [payload_nbytes],
+        except those of the names `skip`; returns the seconds it took.
 
         Raises:
             WeightSyncError: the version is not there or was withdrawn meanwhile, a tensor is
                 damaged, or the deadline passed.
         """
-        seconds = await verify(manifest, self.views(manifest), deadline, copy=target)
+        seconds = await verify(manifest, self.views(manifest), deadline, copy=target, skip=skip)
         self.require(manifest)
         return seconds
 

@@ -18,7 +18,7 @@ from rl_ckpt_engine.engines.base.publishing_engine import PublishingEngine
 from rl_ckpt_engine.engines.base.receive_buffer import Bucket
 from rl_ckpt_engine.engines.base.sender_memory import MapsSender, SenderMemory
 from rl_ckpt_engine.engines.contract import Capabilities
-from rl_ckpt_engine.payload.block_stream import Deadline, verify
+from rl_ckpt_engine.payload.block_stream import Deadline
 from rl_ckpt_engine.payload.manifest import Manifest
 from rl_protocol.batch.weight_tensor import WeightTensor
 
@@ -44,11 +44,9 @@ class ShmCopyEngine(MapsSender, PublishingEngine[SealedSlot]):
         self._memory = SenderMemory()
 
     async def _fetch(self, manifest: Manifest, deadline: Deadline) -> list[WeightTensor]:
-        views = self._memory.views(manifest)
         buffer = self._buffers.next()
         copy, there = buffer.reserve(manifest.payload_nbytes), buffer.take_prefetched(manifest)
-        self.verify_seconds = await verify(manifest, views, deadline, copy=copy, skip=there)
-        self._memory.require(manifest)
+        self.verify_seconds = await self._memory.copy(manifest, copy, deadline, skip=there)
         return buffer.tensors(manifest)
 
     def _pull_ahead(self, buckets: Sequence[Bucket], prefetch: Prefetch) -> AsyncGenerator[None]:
