@@ -96,6 +96,26 @@ def test_rows_share_the_tokens_of_equal_prompts():
     assert (packed.row.tolist(), packed.targets.tolist()) == ([0, 0, 1, 1, 1, 2], [1, 2, 4, 4, 4, 3])
 
 
+def test_copies_of_a_token_make_the_number_of_tokens_a_multiple():
+    prompts, responses = [[5, 6], [7], [5, 6]], [[1, 2], [4, 4, 4], [3]]
+    data = BatchData({"prompts": ragged(prompts, "int64"), "responses": ragged(responses, "int64")})
+    plain, filled = token_batch(data, 0, packed=True), token_batch(data, 0, packed=True, multiple=9)
+    assert filled.inputs["input_ids"].tolist() == [[*plain.inputs["input_ids"][0].tolist(), 4, 4, 4]]
+    assert filled.inputs["position_ids"].tolist() == [[*plain.inputs["position_ids"][0].tolist(), 2, 2, 2]]
+    one, other = plain.inputs["layout"], filled.inputs["layout"]
+    assert len(other.place) == len(other.source)  # as many as with padding, but not in their order
+    assert not other.joined
+    assert (one.blocks, one.source.tolist()) == (other.blocks, other.source.tolist())
+    assert plain.position.tolist() == filled.position.tolist()
+
+
+def test_sequences_that_need_no_copies_in_attention_get_no_copies_of_a_token():
+    data = BatchData({"prompts": ragged([[5], [6]], "int64"), "responses": ragged([[8] * 2] * 2, "int64")})
+    packed = token_batch(data, 0, packed=True, multiple=16)
+    assert packed.inputs["input_ids"].tolist() == [[5, 8, 6, 8]]
+    assert packed.inputs["layout"].joined
+
+
 def test_few_equal_prompts_are_not_shared():
     data = BatchData({"prompts": ragged([[5], [5], [6]], "int64"), "responses": ragged([[8] * 9] * 3, "int64")})
     packed = token_batch(data, 0, packed=True)
@@ -175,7 +195,7 @@ def test_a_sliding_window_ends_what_a_token_attends_to(starts):
 class OnGpu(torch.Tensor):
     """A tensor of the CPU that says it is on a GPU."""
 
-    is_cuda = True
+    is_cuda, is_cpu = True, False
 
 
 @pytest.mark.parametrize(

@@ -110,10 +110,14 @@ def test_a_prompt_is_computed_once_for_all_its_responses(checkpoint):
     assert rows == [(3, 5)] + [(36, 1)] * 23
 
 
-def test_finished_rows_leave_the_batch(checkpoint):
+@pytest.mark.parametrize("multiple", [1, 16])
+def test_finished_rows_leave_the_batch(checkpoint, monkeypatch, multiple):
+    monkeypatch.setattr("rl_trainer.rollout.decoding.row_multiple", lambda model, device: multiple)
     engine, rows = HFRolloutEngine(checkpoint), []
     engine._model.get_input_embeddings().register_forward_hook(lambda _, ids, out: rows.append(len(ids[0])))
     lengths = np.array([len(one.response_ids) for one in generate(engine, REQUESTS)])
     unfinished = [int((lengths > step).sum()) for step in range(1, lengths.max())]
     for computed, needed in zip(rows[1:], unfinished, strict=True):
-        assert needed <= computed <= needed * 32 / 31
+        least = needed if needed < multiple else -(-needed // multiple) * multiple
+        assert needed <= computed <= least * 32 / 31
+    assert all(computed < multiple or computed % multiple == 0 for computed in rows[1:] if computed != len(REQUESTS))

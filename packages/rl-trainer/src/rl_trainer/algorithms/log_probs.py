@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from rl_protocol.kept_tokens import EXCLUDED, KeptTokens
+from rl_trainer.kernels.linear import linear, product
 
 CHUNK_BYTES = 64 << 20
 """Largest float32 logits that are computed at once."""
@@ -106,7 +107,7 @@ def linear_log_probs(
         tokens, temperature, squares, top, kept: as there.
     """
     if len(hidden) * len(weight) * 4 <= CHUNK_BYTES:
-        logits = torch.nn.functional.linear(hidden, weight, bias)
+        logits = linear(hidden, weight, bias)
         return log_prob_columns(logits, tokens, temperature, squares=squares, top=top, kept=kept)
     columns: Any = _ChunkedLogProbs.apply(hidden, weight, bias, _several(tokens), temperature, squares, top, kept)
     return columns
@@ -165,6 +166,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         of_entropy, entropy = gradients[0][several][:, None], out[several][:, None]
         of_all = of_log_prob.sum(1, keepdim=True)
         of_hidden = torch.zeros_like(hidden, dtype=torch.float32)
+        of_block = torch.empty_like(hidden)
         of_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         of_bias = torch.empty_like(bias) if ctx.needs_input_grad[2] else None
         size = max(1, CHUNK_BYTES // (4 * len(hidden)))
@@ -182,7 +184,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
             if excluded is not None:
                 slope.masked_fill_(excluded, 0.0)
             slope = slope.div_(ctx.temperature).to(weight.dtype)
-            _add_product(of_hidden, slope, weight[block])
+            of_hidden.add_(product(slope, weight[block].t(), of_block))
             if of_weight is not None:
                 torch.mm(slope.t(), hidden, out=of_weight[block])
             if of_bias is not None:
@@ -216,7 +218,7 @@ class _Scores:
     ) -> torch.Tensor:
         """float32 [t, v], of the logits divided by the temperature, valid until the next call."""
         part = (slice(0, len(hidden)), slice(0, len(weight)))
-        scores = torch.mm(hidden, weight.t(), out=self._logits[part])
+        scores = product(hidden, weight, self._logits[part])
         if bias is not None:
             scores.add_(bias)
         if temperature != 1.0:
@@ -229,14 +231,6 @@ class _Scores:
 def _slices(total: int, size: int) -> Iterator[slice]:
     """Parts of at most `size`."""
     return (slice(start, min(start + size, total)) for start in range(0, total, size))
-
-
-def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Add a @ b to a float32 sum."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    else:
-        total.add_(a @ b)
 
 
 def full_kl(logits: torch.Tensor, ref_logits: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:

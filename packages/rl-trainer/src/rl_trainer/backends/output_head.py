@@ -12,6 +12,7 @@ from rl_protocol.kept_tokens import KeptTokens
 from rl_trainer.algorithms.log_probs import linear_log_probs
 from rl_trainer.data.images import FAMILIES
 from rl_trainer.data.model_families import JOINED_FAMILIES
+from rl_trainer.kernels.linear import OneDnnLinear
 
 _AFTER_THE_LAYER = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Fields of a model's configuration for what it does to the outputs of the layer."""
@@ -36,7 +37,7 @@ class OutputHead:
         config, layer = model.config.get_text_config(), model.get_output_embeddings()
         tested = model.config.model_type in (*JOINED_FAMILIES, *FAMILIES)
         changed = any(getattr(config, name, None) not in (None, 1) for name in _AFTER_THE_LAYER)
-        return cls(layer) if tested and not changed and type(layer) is torch.nn.Linear else None
+        return cls(layer) if tested and not changed and type(layer) in (torch.nn.Linear, OneDnnLinear) else None
 
     @contextmanager
     def reading(

@@ -41,6 +41,8 @@ class PackedLayout:
     """int64 [places of all blocks], the token at each place; at padding any one."""
     place: torch.Tensor
     """int64 [T], a place of each token."""
+    joined: bool
+    """The places are the tokens, in their order."""
 
     @classmethod
     def of(cls, tokens: TokenNumbers) -> PackedLayout:
@@ -54,18 +56,14 @@ class PackedLayout:
             sources.append(tokens.at[order[start:stop], :longest].ravel())
             reals.append(tokens.real[order[start:stop], :longest].ravel())
         source, real = np.concatenate(sources), np.flatnonzero(np.concatenate(reals))
-        place = np.empty_like(tokens.first)
+        place = np.zeros_like(tokens.first)
         place[source[real]] = real
-        return cls(blocks=tuple(blocks), source=torch.from_numpy(source), place=torch.from_numpy(place))
+        joined = len(blocks) == 1 and len(source) == tokens.at.max() + 1
+        return cls(blocks=tuple(blocks), source=torch.from_numpy(source), place=torch.from_numpy(place), joined=joined)
 
     def to(self, device: torch.device) -> PackedLayout:
         """The layout on a device."""
         return replace(self, source=self.source.to(device), place=self.place.to(device))
-
-    @property
-    def joined(self) -> bool:
-        """The places are the tokens, in their order."""
-        return len(self.blocks) == 1 and len(self.source) == len(self.place)
 
 
 def _spans(lengths: IntArray) -> Iterator[tuple[int, int]]:
@@ -85,7 +83,8 @@ class TokenNumbers:
     Attributes:
         at: int64 [N, longest], the token at each place; 0 at padding, which comes last.
         real: bool [N, longest], false at padding.
-        first: int64 [T], the first place of each token in the flattened `at`.
+        first: int64 [T], the first place of each token in the flattened `at`. The last ones may be
+            copies of a token, which no place has.
     """
 
     at: IntArray
@@ -93,20 +92,25 @@ class TokenNumbers:
     first: IntArray
 
     @classmethod
-    def of(cls, lengths: IntArray, owner: IntArray, shared: IntArray) -> TokenNumbers:
+    def of(cls, lengths: IntArray, owner: IntArray, shared: IntArray, multiple: int = 1) -> TokenNumbers:
         """Number the tokens sequence by sequence.
 
         Args:
             lengths: [N] tokens.
             owner: [N], the first sequence that begins with the same shared tokens.
             shared: [N], how many tokens it shares with its owner.
+            multiple: T is a multiple of it, by copies of the last token, unless all sequences are
+                equally long and share nothing: numbers of these recur as they are.
         """
         places = np.arange(lengths.max(initial=1))
         real, begins = places < lengths[:, None], places < shared[:, None]
         new = real & ((owner == np.arange(len(owner)))[:, None] | ~begins)
         number = np.cumsum(new).reshape(new.shape) - 1
         at = np.where(real, np.where(begins, number[owner], number), 0)
-        return cls(at=at, real=real, first=np.flatnonzero(new))
+        first = np.flatnonzero(new)
+        if not new.all():
+            first = np.pad(first, (0, -len(first) % multiple), mode="edge")
+        return cls(at=at, real=real, first=first)
 
 
 def packed_attention(
@@ -175,10 +179,16 @@ def _attend(
 ) -> torch.Tensor:
     """Attention over [sequences, heads, length, D] within `mask`; None: causal.
 
+    On the CPU, flash attention computes small products for each head of each sequence, which takes
+    longer than those of all pairs of tokens at once. Sequences of at most D tokens have no more
+    pairs than their queries have numbers.
+
     On CUDA only flash attention takes fewer heads of keys than of queries, and it takes neither a
     mask nor float32; with those the kernel that keeps all pairs of tokens would be left.
     """
-    groups = query.shape[1] // key.shape[1]
+    groups, (length, size) = query.shape[1] // key.shape[1], query.shape[2:]
+    if query.is_cpu and query.dtype == torch.float32 and length <= size:
+        return _attend_to_pairs(query, key, value, size**-0.5 if scaling is None else scaling, mask)
     if groups > 1 and query.is_cuda and (mask is not None or query.dtype == torch.float32):
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     return torch.nn.functional.scaled_dot_product_attention(
@@ -190,6 +200,20 @@ def _attend(
         scale=scaling,
         enable_gqa=key.shape[1] != query.shape[1],
     )
+
+
+def _attend_to_pairs(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """`_attend` with the scores of all pairs of tokens in memory."""
+    sequences, heads, length, size = query.shape
+    groups = heads // key.shape[1]
+    seen = torch.ones(length, length, dtype=torch.bool).tril() if mask is None else mask
+    added = torch.zeros(length, length).masked_fill_(~seen, -torch.inf).repeat(groups, 1)
+    queries = query.reshape(-1, groups * length, size)
+    scores = torch.baddbmm(added, queries, key.reshape(-1, length, size).transpose(1, 2), alpha=scaling)
+    attended = torch.bmm(torch.softmax(scores, -1), value.reshape(-1, length, size))
+    return attended.view(sequences, heads, length, size)
 
 
 def register_packed_attention() -> None:

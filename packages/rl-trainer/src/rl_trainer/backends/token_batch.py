@@ -83,6 +83,7 @@ def token_batch(
     image_token: int | None = None,
     pieces: int = 0,
     blank: int = 0,
+    multiple: int = 1,
 ) -> TokenBatch:
     """Join `prompts` and `responses` of every row, with the images of the prompts.
 
@@ -97,6 +98,7 @@ def token_batch(
         pieces: patches per placeholder.
         blank: numbers of a patch: a batch without images gets a further sequence with a blank
             image, which is not read; 0: it gets none.
+        multiple: of which a packed input should have a number of tokens.
 
     Raises:
         BatchError: a prompt is empty, so nothing would predict the first response token; or a
@@ -110,7 +112,7 @@ def token_batch(
     if seen is not None and blank and not len(seen.grids):
         seen = seen.with_blank(blank)
     if packed:
-        tokens = packed_tokens(batch, further=0 if seen is None else seen.further)
+        tokens = packed_tokens(batch, multiple=multiple) if seen is None else packed_tokens(batch, further=seen.further)
         sources = tokens.at
         place = torch.from_numpy(tokens.at)[joined.row, joined.place]
         line = torch.zeros_like(joined.row)
@@ -167,12 +169,13 @@ def _packed_inputs(
     }
 
 
-def packed_tokens(batch: BatchData, further: int = 0) -> TokenNumbers:
+def packed_tokens(batch: BatchData, further: int = 0, multiple: int = 1) -> TokenNumbers:
     """Number the tokens of `prompts` and `responses`, without the last token of each response.
 
     Rows with equal prompts, whose tokens have the same experts and images, share the tokens of the
     prompt if that saves at least one token in SHARED_FROM; sequences of equal length that share
-    nothing need no copies in attention. After the rows there are `further` sequences of one token.
+    nothing need no copies in attention. After the rows there are `further` sequences of one token,
+    and then copies of a token until the number of all is a multiple of `multiple`.
     """
     prompts, lengths = batch.ragged("prompts"), lengths_of(batch) - (batch.ragged("responses").lengths > 0)
     first: dict[tuple[bytes, ...], int] = {}
@@ -191,6 +194,7 @@ def packed_tokens(batch: BatchData, further: int = 0) -> TokenNumbers:
         np.concatenate([lengths, alone]),
         np.concatenate([owner, len(owner) + np.arange(further)]),
         np.concatenate([prompts.lengths, alone]),
+        multiple,
     )
 
 

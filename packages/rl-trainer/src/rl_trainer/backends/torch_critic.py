@@ -22,6 +22,7 @@ from rl_trainer.backends.token_batch import TokenBatch, lengths_of, token_batch,
 from rl_trainer.checkpoints.resumable import Write
 from rl_trainer.config import CriticConfig
 from rl_trainer.config.lora import LoraConfig
+from rl_trainer.kernels.linear import row_multiple
 
 
 class ValueModel(torch.nn.Module):
@@ -75,6 +76,7 @@ class TorchCriticBackend:
         dora = self._lora is not None and self._lora.use_dora  # begins with the norms of the weights
         language_model, unread = self._strategy.load(Path(path), packed=config.use_remove_padding, whole=dora)
         self._model = ValueModel(language_model).eval()
+        self._row_multiple = row_multiple(self._model, self._strategy.device)
         if self._lora is not None:
             from rl_trainer.backends.peft_lora import attach_to_critic  # needs the extra `lora`
 
@@ -137,6 +139,7 @@ class TorchCriticBackend:
             image_token=self._model.facts.image_token,
             pieces=self._model.facts.pieces,
             blank=self._model.facts.blank(self._strategy.world.size),
+            multiple=self._row_multiple,
         )
 
     def _loss(self, micro: BatchData, counts: BatchCounts, means: WeightedMeans) -> torch.Tensor:

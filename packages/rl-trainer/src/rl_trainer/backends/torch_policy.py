@@ -36,6 +36,7 @@ from rl_trainer.checkpoints.resumable import Write
 from rl_trainer.config import ActorConfig, RolloutCorrectionConfig
 from rl_trainer.config.lora import LoraConfig
 from rl_trainer.data.images import PROCESSORS
+from rl_trainer.kernels.linear import row_multiple
 
 TOP_COLUMNS = ("top_log_probs", "top_tokens")
 """Largest log-probs at each token, and the tokens that have them."""
@@ -110,6 +111,7 @@ class TorchPolicyBackend:
         packed = self._config.use_remove_padding
         self._model, unread = self._strategy.load(self._path, packed=packed, whole=dora, frozen=options.frozen)
         self._facts = Facts.of(self._model)
+        self._row_multiple = row_multiple(self._model, self._strategy.device)
         layers = layer_names(self._model)
         if self._lora is not None:
             from rl_trainer.backends.peft_lora import attach  # needs the extra `lora`
@@ -338,6 +340,7 @@ class TorchPolicyBackend:
             image_token=self._facts.image_token,
             pieces=self._facts.pieces,
             blank=self._facts.blank(self._strategy.world.size),
+            multiple=self._row_multiple,
         )
 
     def _columns(

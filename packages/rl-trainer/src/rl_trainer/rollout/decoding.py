@@ -19,6 +19,7 @@ from rl_protocol.ports import GenerationRequest
 from rl_trainer.backends.experts.routing import ExpertRouting
 from rl_trainer.backends.loading import Facts
 from rl_trainer.backends.token_batch import image_inputs
+from rl_trainer.kernels.linear import row_multiple
 from rl_trainer.rollout.kv_cache import keep_rows, new_cache
 from rl_trainer.rollout.llama_decoder import decodes, next_logits
 from rl_trainer.rollout.recorded_steps import KeptSteps, RoutedSteps
@@ -26,7 +27,8 @@ from rl_trainer.rollout.sampling import Sampler
 from rl_trainer.rollout.stop_strings import StopSearch
 
 LEAVE = 32
-"""Finished rows leave the batch once they are at least one in so many."""
+"""Finished rows leave the batch once at least one in so many can. Some stay, so that the number of
+rows is a multiple of `row_multiple`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +153,7 @@ class DecodingBatch:
         self._kept = KeptSteps(len(self._rows))
         self._routed = None if experts is None else RoutedSteps(experts, prompts.source, prompts.real, max_new_tokens)
         self.made = 0
-        self._by_hand = decodes(model, self._cache)
+        self._by_hand, self._multiple = decodes(model, self._cache), row_multiple(model, device)
         self._mask: torch.Tensor | None = None
         if prompts.attention_mask is not None:
             responses = torch.ones((len(self._rows), max_new_tokens), dtype=torch.int64, device=device)
@@ -238,8 +240,9 @@ class DecodingBatch:
             left = int(self._alive.sum())
             if not left:
                 return True
-            if (len(self._alive) - left) * LEAVE >= len(self._alive):
-                self._drop_finished()
+            more = -left % self._multiple if left > self._multiple else 0
+            if (len(self._alive) - left - more) * LEAVE >= len(self._alive):
+                self._drop_finished(more)
         return False
 
     def _completed(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -247,8 +250,13 @@ class DecodingBatch:
         rows = zip(self._rows.tolist(), tokens.tolist(), strict=True)
         return torch.tensor([self._searches[row].completed_by(token) for row, token in rows], device=tokens.device)
 
-    def _drop_finished(self) -> None:
-        order = keep_rows(self._alive)
+    def _drop_finished(self, spared: int) -> None:
+        """Have finished rows leave the batch, but for so many."""
+        stays = self._alive
+        if spared:
+            stays = stays.clone()
+            stays[torch.nonzero(~stays)[:spared, 0]] = True
+        order = keep_rows(stays)
         self._cache.reorder_cache(order)
         self._rows, self._positions = self._rows[order], self._positions[order]
         self._mask = self._mask[order] if self._mask is not None else None

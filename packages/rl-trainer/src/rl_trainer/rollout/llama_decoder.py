@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 from transformers import DynamicCache, LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
+from rl_trainer.kernels.linear import linear
 from rl_trainer.rollout.kv_cache import PreallocatedLayer
 
 FAMILY = (LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
@@ -56,14 +57,12 @@ def _rms_norm(module: Any, states: torch.Tensor) -> torch.Tensor:
 
 
 def _linear(module: Any, states: torch.Tensor) -> torch.Tensor:
-    return F.linear(states, module.weight, module.bias)
+    return linear(states, module.weight, module.bias)
 
 
 def _add_linear(hidden: torch.Tensor, module: Any, states: torch.Tensor) -> torch.Tensor:
     """Add the module's output to `hidden`, in place."""
-    if module.bias is not None:
-        hidden += module.bias
-    return hidden.addmm_(states, module.weight.t())
+    return hidden.add_(_linear(module, states))
 
 
 def _attend(

@@ -1,0 +1,1 @@
+"""Operations that take less time on some processors than those that torch chooses."""
