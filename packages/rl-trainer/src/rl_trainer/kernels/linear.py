@@ -20,14 +20,13 @@ LEAST = 1 << 22
 """Multiplications of a product below which MKL's lower cost per call counts for more."""
 ANY_ROWS = 1 << 29
 """Multiplications of a product whose kernel is worth compiling for a single use."""
-WIDEST = 4096
-"""Inputs or outputs of a layer above which oneDNN's gradient of the weights is not faster."""
 
 
 @functools.cache
 def onednn_is_faster() -> bool:
     """Whether this processor has AVX-512, and MKL does not use it."""
-    if torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.backends.mkldnn.is_available():
+    available = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    if not available or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
     try:
         described = PROCESSORS.read_text(encoding="utf-8")
@@ -117,39 +116,16 @@ class _Linear(torch.autograd.Function):
         of_inputs, of_weight, of_bias = ctx.needs_input_grad
         return (
             _by_onednn(gradient, weight.t()) if of_inputs else None,
-            _weight_gradient(gradient, inputs, weight) if of_weight else None,
+            _weight_gradient(gradient, inputs) if of_weight else None,
             gradient.sum(0) if of_bias else None,
         )
 
 
-def _weight_gradient(gradient: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _weight_gradient(gradient: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
     """[N, K], `gradient` [M, N]^T @ `inputs` [M, K].
 
-    With several threads it is computed as that of a convolution with one place, for which torch has
-    oneDNN read the rows where they are.
+    oneDNN reads the transpose of one factor in place. That of the other is copied: of the narrower.
     """
-    if torch.get_num_threads() == 1:
-        copied = gradient.to_mkldnn(), inputs.to_mkldnn()
-        found, _ = torch.ops.aten.mkldnn_linear_backward_weights(*copied, weight, False)
-        return found.to_dense()
-    if max(weight.shape) > WIDEST:
-        return gradient.t() @ inputs
-    _, found, _ = torch.ops.aten.convolution_backward(
-        _as_image(gradient),
-        _as_image(inputs),
-        weight[..., None, None],
-        None,  # sizes of a bias
-        [1, 1],  # stride
-        [0, 0],  # padding
-        [1, 1],  # dilation
-        False,  # transposed
-        [0, 0],  # output padding
-        1,  # groups
-        [False, True, False],  # gradients of input, weight, bias
-    )
-    return found[..., 0, 0]
-
-
-def _as_image(rows: torch.Tensor) -> torch.Tensor:
-    """A view of [M, C] as an image with C channels, M lines and one column."""
-    return rows[None, :, None].permute(0, 3, 1, 2)
+    if gradient.shape[1] <= inputs.shape[1]:
+        return _by_onednn(gradient.t(), inputs.t())
+    return _by_onednn(inputs.t(), gradient.t()).t()
