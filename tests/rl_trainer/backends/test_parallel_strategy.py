@@ -33,6 +33,7 @@ EXACT = (
     "lora",
     "lora_packed_recomputed",
     "critic",
+    "onednn",
     "critic_packed_recomputed",
     "critic_lora",
 )
