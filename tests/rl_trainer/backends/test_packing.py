@@ -219,7 +219,7 @@ def test_on_a_gpu_heads_are_grouped_only_where_flash_attention_computes(monkeypa
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noting)
     on_gpu = computed(*(tensor.as_subclass(OnGpu) for tensor in (q, k, v)))
     assert asked == [(2, 2, True) if grouped else (4, 4, False)]
-    assert_equal_to_rounding(on_gpu, computed(q, k, v))
+    assert apart(on_gpu, computed(q, k, v)) < max(2 * torch.finfo(dtype).eps, 1e-5)
 
 
 @pytest.mark.gpu

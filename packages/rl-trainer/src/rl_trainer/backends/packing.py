@@ -180,15 +180,17 @@ def _attend(
     """Attention over [sequences, heads, length, D] within `mask`; None: causal.
 
     On the CPU, flash attention computes small products for each head of each sequence, which takes
-    longer than those of all pairs of tokens at once. Sequences of at most D tokens have no more
-    pairs than their queries have numbers.
+    longer than those of all pairs of tokens at once; its backward pass in bfloat16 takes three
+    times as long as in float32. So pairs are computed at once, in float32, for sequences of at most
+    2 D tokens: these have at most twice as many pairs as their queries have numbers.
 
     On CUDA only flash attention takes fewer heads of keys than of queries, and it takes neither a
     mask nor float32; with those the kernel that keeps all pairs of tokens would be left.
     """
     groups, (length, size) = query.shape[1] // key.shape[1], query.shape[2:]
-    if query.is_cpu and query.dtype == torch.float32 and length <= size:
-        return _attend_to_pairs(query, key, value, size**-0.5 if scaling is None else scaling, mask)
+    if query.is_cpu and length <= 2 * size:
+        scale = size**-0.5 if scaling is None else scaling
+        return _attend_to_pairs(query.float(), key.float(), value.float(), scale, mask).to(query.dtype)
     if groups > 1 and query.is_cuda and (mask is not None or query.dtype == torch.float32):
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     return torch.nn.functional.scaled_dot_product_attention(
@@ -205,7 +207,7 @@ def _attend(
 def _attend_to_pairs(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """`_attend` with the scores of all pairs of tokens in memory."""
+    """`_attend` in float32 with the scores of all pairs of tokens in memory."""
     sequences, heads, length, size = query.shape
     groups = heads // key.shape[1]
     seen = torch.ones(length, length, dtype=torch.bool).tril() if mask is None else mask
