@@ -8,10 +8,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from policy_weights import weights_of
 from relative import apart, near
 
 from rl_protocol import BatchData, BatchError, ragged
-from rl_protocol.torch import from_weight
 from rl_trainer import ActorConfig, CriticConfig, OptimConfig
 from rl_trainer.backends.forward_passes import ForwardPasses
 from rl_trainer.backends.packing import PackedLayout, TokenNumbers, packed_attention
@@ -25,15 +25,6 @@ pytestmark = pytest.mark.numeric
 
 def config(**how):
     return ActorConfig(optim=OptimConfig(lr=1e-3), ppo_mini_batch_size=8, use_kl_loss=True, entropy_coeff=0.01, **how)
-
-
-def weights_of(policy):
-    """All weights in one vector, without the bias of k_proj.
-
-    That bias changes no output: its gradient is rounding, which Adam turns into whole steps.
-    """
-    sent = [weight for weight in policy.named_weights() if not weight.name.endswith("k_proj.bias")]
-    return torch.cat([from_weight(weight).flatten().clone() for weight in sent])
 
 
 def test_packed_equals_padded(model_path, training_batch):
@@ -198,6 +189,12 @@ class OnGpu(torch.Tensor):
     is_cuda, is_cpu = True, False
 
 
+class OfTorch(torch.Tensor):
+    """A tensor of the CPU whose attention is that of torch for the CPU."""
+
+    is_cpu = False
+
+
 @pytest.mark.parametrize(
     ("dtype", "window", "grouped"),
     [(torch.bfloat16, None, True), (torch.float32, None, False), (torch.bfloat16, 2, False)],
@@ -214,12 +211,14 @@ def test_on_a_gpu_heads_are_grouped_only_where_flash_attention_computes(monkeypa
 
     def computed(*tensors):
         settings = {"layout": laid_out([6, 6]), "sliding_window": window}
-        return packed_attention(torch.nn.Identity(), *tensors, None, 0.3, **settings)[0].float()
+        return (
+            packed_attention(torch.nn.Identity(), *tensors, None, 0.3, **settings)[0].float().as_subclass(torch.Tensor)
+        )
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noting)
     on_gpu = computed(*(tensor.as_subclass(OnGpu) for tensor in (q, k, v)))
     assert asked == [(2, 2, True) if grouped else (4, 4, False)]
-    assert apart(on_gpu, computed(q, k, v)) < max(2 * torch.finfo(dtype).eps, 1e-5)
+    assert_equal_to_rounding(on_gpu, computed(*(tensor.as_subclass(OfTorch) for tensor in (q, k, v))))
 
 
 @pytest.mark.gpu

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from onednn import by_onednn
+from policy_weights import weights_of
 from relative import apart, near
 
 from rl_protocol.ports import GenerationRequest, SamplingParams
-from rl_protocol.torch import from_weight
 from rl_trainer import ActorConfig, OptimConfig
 from rl_trainer.backends.parallel_strategy import PlainStrategy
 from rl_trainer.backends.torch_policy import TorchPolicyBackend
@@ -31,18 +32,10 @@ def threads(request):
 
 
 @pytest.fixture
-def onednn(monkeypatch):
-    """oneDNN is used whatever the processor and the size; the shapes [M, N] of its products."""
-    shapes, compute = [], kernels._by_onednn
-
-    def noting(inputs, weight, bias=None):
-        shapes.append((len(inputs), len(weight)))
-        return compute(inputs, weight, bias)
-
-    monkeypatch.setattr(kernels, "onednn_is_faster", lambda: True)
-    monkeypatch.setattr(kernels, "LEAST", 1)
-    monkeypatch.setattr(kernels, "_by_onednn", noting)
-    return shapes
+def onednn():
+    """The shapes [M, N] of the products of oneDNN, which computes whatever the processor."""
+    with by_onednn() as shapes:
+        yield shapes
 
 
 @pytest.mark.parametrize("threads", [1, 2], indirect=True)
@@ -133,12 +126,6 @@ def test_a_policy_learns_the_same(model_path, training_batch, monkeypatch, reque
     assert torch.dist(weights_of(plain), weights_of(ours)) < 1e-2 * torch.dist(weights_of(plain), first)
     assert shapes or not packed
     assert not any(rows % kernels.ROWS for rows, _ in shapes)
-
-
-def weights_of(policy):
-    """All weights in one vector, without those whose gradient is rounding (see test_packing.py)."""
-    sent = [weight for weight in policy.named_weights() if not weight.name.endswith("k_proj.bias")]
-    return torch.cat([from_weight(weight).flatten().clone() for weight in sent])
 
 
 def generated(engine, requests):

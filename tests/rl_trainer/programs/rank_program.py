@@ -8,15 +8,15 @@ them as the only rank, and rank 1 runs them in plain torch. Results go to
 from __future__ import annotations
 
 import sys
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "helpers"))
+from onednn import by_onednn
 from ranks import in_ranks, join_ranks
 
 from rl_protocol import BatchData, balanced_parts, ragged
@@ -30,7 +30,6 @@ from rl_trainer.backends.torch_critic import TorchCriticBackend
 from rl_trainer.backends.torch_policy import PolicyOptions, TorchPolicyBackend
 from rl_trainer.backends.world import World
 from rl_trainer.config.optim import Schedule
-from rl_trainer.kernels import linear as kernels
 
 COSINE = OptimConfig(lr=1e-3, lr_warmup_steps=2, lr_scheduler_type="cosine", lr_decay_steps=20, min_lr_ratio=0.1)
 LINEAR = OptimConfig(lr=1e-3, lr_scheduler_type="linear", lr_decay_steps=15)
@@ -59,15 +58,6 @@ SCENARIOS = {
     "critic_lora": {"critic": JOINED, "fsdp": RECOMPUTED, "lora": LoraConfig(rank=4, alpha=8, use_dora=True)},
 }
 UPDATES = 5
-
-
-@contextmanager
-def by_onednn():
-    """Within it, oneDNN computes all linear layers of packed passes, whatever the processor."""
-    compute = mock.Mock(wraps=kernels._by_onednn)
-    with mock.patch.multiple(kernels, onednn_is_faster=lambda: True, LEAST=1, _by_onednn=compute):
-        yield
-    assert compute.called
 
 
 def batch_of(base: TorchPolicyBackend, rows: int, seed: int) -> BatchData:
@@ -142,8 +132,9 @@ def run_all(path: Path, base: TorchPolicyBackend, world: World, folder: Path, *,
     folder.mkdir(parents=True)
     for scenario, how in SCENARIOS.items():
         if not plain or how.get("fsdp", {}).get("param_dtype") != "bfloat16":
-            with by_onednn() if how.get("onednn") and not plain else nullcontext():
+            with by_onednn() if how.get("onednn") and not plain else nullcontext() as products:
                 found = run(scenario, path, base, world, folder, plain=plain)
+            assert products is None or products
             np.savez(folder / f"{scenario}.npz", **found)
 
 

@@ -112,7 +112,7 @@ def test_a_prompt_is_computed_once_for_all_its_responses(checkpoint):
 
 @pytest.mark.parametrize("multiple", [1, 16])
 def test_finished_rows_leave_the_batch(checkpoint, monkeypatch, multiple):
-    monkeypatch.setattr("rl_trainer.rollout.decoding.row_multiple", lambda model, device: multiple)
+    monkeypatch.setattr("rl_trainer.rollout.decoding.row_multiple", lambda device: multiple)
     engine, rows = HFRolloutEngine(checkpoint), []
     engine._model.get_input_embeddings().register_forward_hook(lambda _, ids, out: rows.append(len(ids[0])))
     lengths = np.array([len(one.response_ids) for one in generate(engine, REQUESTS)])

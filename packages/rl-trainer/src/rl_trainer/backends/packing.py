@@ -210,7 +210,7 @@ def _attend_to_pairs(
     """`_attend` in float32 with the scores of all pairs of tokens in memory."""
     sequences, heads, length, size = query.shape
     groups = heads // key.shape[1]
-    seen = torch.ones(length, length, dtype=torch.bool).tril() if mask is None else mask
+    seen = _within(length, length, query.device) if mask is None else mask
     added = torch.zeros(length, length).masked_fill_(~seen, -torch.inf).repeat(groups, 1)
     queries = query.reshape(-1, groups * length, size)
     scores = torch.baddbmm(added, queries, key.reshape(-1, length, size).transpose(1, 2), alpha=scaling)

@@ -112,6 +112,7 @@ def token_batch(
     if seen is not None and blank and not len(seen.grids):
         seen = seen.with_blank(blank)
     if packed:
+        # a copy of a placeholder would need an image
         tokens = packed_tokens(batch, multiple=multiple) if seen is None else packed_tokens(batch, further=seen.further)
         sources = tokens.at
         place = torch.from_numpy(tokens.at)[joined.row, joined.place]

@@ -76,7 +76,6 @@ class TorchCriticBackend:
         dora = self._lora is not None and self._lora.use_dora  # begins with the norms of the weights
         language_model, unread = self._strategy.load(Path(path), packed=config.use_remove_padding, whole=dora)
         self._model = ValueModel(language_model).eval()
-        self._row_multiple = row_multiple(self._model, self._strategy.device)
         if self._lora is not None:
             from rl_trainer.backends.peft_lora import attach_to_critic  # needs the extra `lora`
 
@@ -139,7 +138,7 @@ class TorchCriticBackend:
             image_token=self._model.facts.image_token,
             pieces=self._model.facts.pieces,
             blank=self._model.facts.blank(self._strategy.world.size),
-            multiple=self._row_multiple,
+            multiple=row_multiple(self._strategy.device),
         )
 
     def _loss(self, micro: BatchData, counts: BatchCounts, means: WeightedMeans) -> torch.Tensor:

@@ -111,7 +111,6 @@ class TorchPolicyBackend:
         packed = self._config.use_remove_padding
         self._model, unread = self._strategy.load(self._path, packed=packed, whole=dora, frozen=options.frozen)
         self._facts = Facts.of(self._model)
-        self._row_multiple = row_multiple(self._model, self._strategy.device)
         layers = layer_names(self._model)
         if self._lora is not None:
             from rl_trainer.backends.peft_lora import attach  # needs the extra `lora`
@@ -340,7 +339,7 @@ class TorchPolicyBackend:
             image_token=self._facts.image_token,
             pieces=self._facts.pieces,
             blank=self._facts.blank(self._strategy.world.size),
-            multiple=self._row_multiple,
+            multiple=row_multiple(self._strategy.device),
         )
 
     def _columns(

@@ -50,10 +50,9 @@ def use_faster_linear(model: torch.nn.Module) -> None:
                 module.__class__ = OneDnnLinear
 
 
-def row_multiple(model: torch.nn.Module, device: torch.device) -> int:
+def row_multiple(device: torch.device) -> int:
     """Of which number the rows that a model computes on that device should be a multiple."""
-    by_onednn = device.type == "cpu" and any(type(module) is OneDnnLinear for module in model.modules())
-    return ROWS if by_onednn else 1
+    return ROWS if device.type == "cpu" and onednn_is_faster() else 1
 
 
 def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

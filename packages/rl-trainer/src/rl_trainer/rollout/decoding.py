@@ -153,7 +153,7 @@ class DecodingBatch:
         self._kept = KeptSteps(len(self._rows))
         self._routed = None if experts is None else RoutedSteps(experts, prompts.source, prompts.real, max_new_tokens)
         self.made = 0
-        self._by_hand, self._multiple = decodes(model, self._cache), row_multiple(model, device)
+        self._by_hand, self._multiple = decodes(model, self._cache), row_multiple(device)
         self._mask: torch.Tensor | None = None
         if prompts.attention_mask is not None:
             responses = torch.ones((len(self._rows), max_new_tokens), dtype=torch.int64, device=device)
