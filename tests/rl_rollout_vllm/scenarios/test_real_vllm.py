@@ -560,8 +560,8 @@ def test_the_engines_processes_do_not_outlive_one_that_was_killed(orphans):
     assert not psutil.wait_procs(orphans, timeout=60)[1]
 
 
-def test_a_client_killed_while_its_engine_starts_leaves_no_process(path, tmp_path):
-    """The workers exist, but the engine answers no request yet.
+def test_a_client_killed_while_its_engine_starts_leaves_nothing(path, tmp_path):
+    """The workers share memory, but the engine answers no request yet; nothing may stay.
 
     vLLM loads the rollout engine's plugin although VLLM_PLUGINS selects another one.
     """
@@ -571,13 +571,14 @@ def test_a_client_killed_while_its_engine_starts_leaves_no_process(path, tmp_pat
     with no_memory_left(), subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment) as process:
         client = psutil.Process(process.pid)
 
-        def workers():
-            started = [p for p in client.children() if "EngineCor" in p.name()]
-            return [worker for engine in started for worker in engine.children() if "Worker" in worker.name()]
+        def shared():
+            processes = [Path(f"/proc/{child.pid}") for child in client.children(recursive=True)]
+            return {name for each in processes for name in held_by(each) if "-cpushm" in name}
 
         try:
-            until(lambda: len(workers()) == 2, "both workers start", 300)
+            until(lambda: len(shared()) == 2, "both workers share memory", 300)
             family = client.children(recursive=True)
+            assert all((SHARED_MEMORY / name).exists() for name in shared())
         finally:
             process.kill()
         assert not psutil.wait_procs(family, timeout=60)[1]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_rollout_vllm.vllm_worker.mapped_buckets import MappedBuckets
+from rl_rollout_vllm.vllm_worker.plugin import unlink_shared_memory
 
 if TYPE_CHECKING:
     from rl_rollout_vllm.weights.buckets import Answer, Entry
@@ -43,9 +44,9 @@ class WorkerExtension:
         vLLM's files in /dev/shm would outlive processes that are killed.
         """
         for line in Path("/proc/self/maps").read_text().splitlines():
-            _, _, name = line.partition("/dev/shm/")
+            name = line.partition("/dev/shm/")[2].removesuffix(" (deleted)")
             if name.startswith("psm_") or "-cpushm" in name:
-                Path("/dev/shm", name).unlink(missing_ok=True)
+                unlink_shared_memory(name)
 
     def rollout_release_kv_cache(self) -> int:
         """Give the memory of keys and values back to the system, on CPU, and return its bytes.
