@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from threading import Event, get_ident
 
 import pytest
 import torch
@@ -117,6 +118,31 @@ def test_batches_hold_every_row_once_and_no_more_tokens_than_allowed(lengths, ma
     batches = padded_batches(lengths, max_tokens)
     assert sorted(row for rows in batches for row in rows) == list(range(len(lengths)))
     assert all(len(rows) == 1 or len(rows) * max(lengths[i] for i in rows) <= max_tokens for rows in batches)
+
+
+def test_concurrent_calls_are_computed_in_one_thread(folder, monkeypatch):
+    """A pass waits until a second one had the chance to begin beside it."""
+    scorer, threads, second = RewardModelScorer(RewardModelConfig(path=str(folder), device="cpu")), [], Event()
+    forward = scorer._forward
+
+    def watched(sequences):
+        threads.append(get_ident())
+        second.wait(0.5) if len(threads) == 1 else second.set()
+        return forward(sequences)
+
+    monkeypatch.setattr(scorer, "_forward", watched)
+
+    async def both():
+        return await asyncio.gather(scorer.score(samples([5, 6, 7])), scorer.score(samples([2])))
+
+    one, two = asyncio.run(both())
+    asyncio.run(scorer.close())
+    assert len(threads) == 2
+    assert len(set(threads)) == 1
+    assert (
+        apart([one[0].numbers["score"], two[0].numbers["score"]], [direct(folder, [5, 6, 7]), direct(folder, [2])])
+        < 1e-5
+    )
 
 
 def test_the_reward_worker_gives_it_prompt_and_response(folder):

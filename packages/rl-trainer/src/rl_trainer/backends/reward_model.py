@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ from rl_trainer.rewards.scorer_toml import RewardModelConfig
 
 
 class RewardModelScorer:
-    """Scores a response with the model's logit for prompt and response, computed in a thread.
+    """Scores a response with the model's logit for prompt and response.
+
+    Calls are computed one after the other in one thread: two at a time would share the same cores,
+    and GNU OpenMP lets its threads sleep at every barrier once two threads have used it.
 
     A sequence that the model can't take (too long, or with an unknown token) is a Failure of its
     sample. Sequences share a forward pass if the model defines padding (`pad_token_id`).
@@ -38,17 +42,20 @@ class RewardModelScorer:
         self._vocabulary = int(config.vocab_size)
         self._longest = int(getattr(config, "max_position_embeddings", 0)) or None
         self._max_tokens = settings.max_tokens
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward-model")
 
     async def score(self, samples: Sequence[Sample]) -> list[Outcome]:
         outcomes: list[Outcome | None] = [self._refusal(sample.tokens) for sample in samples]
         rows = [i for i, outcome in enumerate(outcomes) if outcome is None]
-        logits = await asyncio.to_thread(self._logits, [samples[i].tokens for i in rows])
+        sequences = [samples[i].tokens for i in rows]
+        logits = await asyncio.get_running_loop().run_in_executor(self._thread, self._logits, sequences)
         for row, logit in zip(rows, logits, strict=True):
             outcomes[row] = outcome_of(logit)
         return [outcome for outcome in outcomes if outcome is not None]
 
     async def close(self) -> None:
-        """Do nothing: the scorer holds only memory."""
+        """End the thread after the forward passes that it computes."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _refusal(self, tokens: Sequence[int]) -> Failure | None:
         if not tokens:
