@@ -29,7 +29,9 @@ def several_nodes(head: dict[str, Any], *others: dict[str, Any]) -> Generator[An
         patch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         store = {"object_store_memory": 80 << 20}
-        started = Cluster(initialize_head=True, head_node_args={**store, **head, "include_dashboard": False})
+        # without a port Ray looks for a free one, although it serves no dashboard
+        alone = {"include_dashboard": False, "dashboard_port": None}
+        started = Cluster(initialize_head=True, head_node_args={**store, **head, **alone})
         try:
             for node in others:
                 started.add_node(**store, **node)

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from rl_app_ppo.cluster import host_group
 from rl_app_ppo.cluster.host_group import HostGroup, compare_versions
 from rl_app_ppo.config import rollout_engines
 from rl_app_ppo.config.hosts import HostBundle
@@ -20,6 +21,7 @@ from rl_app_ppo.outputs.run_folder import RunFiles
 from rl_protocol import ConfigError, WorkerError
 
 GPUS = 4
+NODE = {"num_cpus": 4, "num_gpus": GPUS}
 TWO = (
     "trainer.nnodes=2",
     f"trainer.n_gpus_per_node={GPUS}",
@@ -41,15 +43,21 @@ def test_a_node_with_other_versions_is_named():
 
 
 @pytest.fixture(scope="module")
-def cluster():
-    """The address of a Ray cluster of two nodes, to which this process is connected."""
+def nodes():
+    """A Ray cluster of two nodes, to which this process is connected."""
     import ray
-    from two_nodes import two_nodes  # Ray imports this module in workers, which do not find helpers
+    from two_nodes import several_nodes  # Ray imports this module in workers, which do not find helpers
 
-    with two_nodes(num_cpus=4, num_gpus=GPUS) as address:
-        ray.init(address=address, log_to_driver=False)
-        yield address
+    with several_nodes(NODE, NODE) as cluster:
+        ray.init(address=cluster.address, log_to_driver=False)
+        yield cluster
         ray.shutdown()
+
+
+@pytest.fixture
+def cluster(nodes):
+    """Its address."""
+    return nodes.address
 
 
 @pytest.fixture
@@ -141,6 +149,38 @@ def test_gpus_that_other_jobs_hold_are_waited_for_and_then_named(cluster):
         second.close()
 
     asyncio.run(body())
+
+
+@pytest.mark.slow
+def test_a_node_that_joins_is_waited_for(nodes, pool_of):
+    from polling import until_async  # here for the reason given above
+
+    pool, said = pool_of("trainer.nnodes=3", "fsdp.world_size=9", "rollout.device=cpu"), list[str]()
+    with pytest.raises(ConfigError, match=r"no node for host 3: 1 GPU, .*\(actor_ref-8\)"):
+        asyncio.run(pool.require_resources(said.append, nodes_s=0.5))
+    (waits,) = [line for line in said if "waits" in line]
+    assert waits.startswith("the run waits up to 0.5 s (ray.start_timeout_s) for a node to join: The run needs 3 hosts")
+
+    async def joined():
+        waiting = asyncio.create_task(pool.require_resources(said.append, nodes_s=400))
+        await until_async(lambda: asyncio.sleep(0, any("waits up to 400 s" in line for line in said)), "it waits")
+        node = nodes.add_node(object_store_memory=80 << 20, **NODE)
+        await waiting
+        pool.close()
+        nodes.remove_node(node)
+
+    asyncio.run(joined())
+    assert [line.rpartition(": ")[2] for line in said if line.startswith("node ")] == ["4 GPUs, 4 CPUs"] * (2 + 2 + 3)
+
+
+@pytest.mark.slow
+def test_a_node_that_ends_before_it_is_asked_is_not_waited_for(cluster, monkeypatch):
+    """Ray lists a lost node as alive until it misses its heartbeats."""
+    del cluster
+    assert asyncio.run(host_group.require_equal_versions())
+    alive = host_group._alive()
+    monkeypatch.setattr(host_group, "_alive", lambda: alive | {"ab" * 28: "10.0.0.9"})
+    assert not asyncio.run(host_group.require_equal_versions())
 
 
 @pytest.mark.slow

@@ -115,6 +115,7 @@ class Attempts:
                 restarts=self.restarts,
                 fork_server=fork_server,
                 steps_only=self.steps_only,
+                nodes_s=config.ray.start_timeout_s if death else 0.0,  # it may have been a node
             )
             if config.trainer.live_panel:
                 stack.enter_context(live_panel(files.folder, screen))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError, RayError, TaskUnschedulableError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -103,15 +103,19 @@ def versions() -> dict[str, str]:
     return {"Python": platform.python_version(), "Ray": ray.__version__}
 
 
-async def require_equal_versions() -> None:
+async def require_equal_versions() -> bool:
     """Compare the versions of Python and Ray on all nodes with those of this process.
+
+    Returns:
+        Whether all nodes told theirs; false: a node has ended meanwhile, so look at the nodes
+        again. Ray notices the loss of a node up to half a minute late.
 
     Raises:
         ConfigError: those of a node differ; names it and both versions.
         WorkerError: a node starts no process.
     """
     ask: Any = ray.remote(num_cpus=0)(versions)
-    nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    nodes = _alive()
     answers = [
         ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote() for node in nodes
     ]
@@ -123,8 +127,16 @@ async def require_equal_versions() -> None:
             "'ray status', and the logs of Ray on the nodes."
         ) from None
     except RayError as error:
+        if isinstance(error, TaskUnschedulableError) or nodes.keys() - _alive().keys():
+            return False
         raise WorkerError(f"A node of the Ray cluster starts no process: {str(error).splitlines()[0]}") from error
     compare_versions(versions(), dict(zip(nodes.values(), found, strict=True)))
+    return True
+
+
+def _alive() -> dict[str, str]:
+    """Ray's id of each node -> its address."""
+    return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
 
 
 def compare_versions(here: dict[str, str], nodes: dict[str, dict[str, str]]) -> None:

@@ -52,6 +52,8 @@ class ProcessPlan:
     """Counts the new processes of workers and of the controller; None: there are none."""
     inputs: InputFiles
     """The files that the run reads."""
+    nodes_s: float = 0.0
+    """Seconds to wait until enough nodes are in the Ray cluster."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +86,7 @@ async def start_processes(plan: ProcessPlan, stack: AsyncExitStack, screen: Scre
     # the run goes on without it, and Ray ends this process a minute later
     gcs = {pid: what for pid, what in of_ray.items() if what == GCS_SERVER}
     await stack.enter_async_context(ended_with(gcs))
-    await pool.require_resources(screen.note)
+    await pool.require_resources(screen.note, plan.nodes_s)
     stack.enter_context(closing(pool))
     pool.start()
     hosts = stack.enter_context(closing(HostProcesses()))

@@ -11,12 +11,12 @@ from pathlib import Path
 import msgspec
 
 from rl_app_ppo.cluster.heartbeats import OtherHost, Watched
-from rl_app_ppo.cluster.host_group import HostGroup, cluster_nodes, require_equal_versions
+from rl_app_ppo.cluster.host_group import WAIT_S, HostGroup, cluster_nodes, require_equal_versions
 from rl_app_ppo.cluster.hung_processes import HungProcesses
 from rl_app_ppo.cluster.placement import head_host, node_gpus, require_cpus, require_free_gpus
 from rl_app_ppo.cluster.ray_actor import RayProcess, RayWorker
 from rl_app_ppo.config.devices import PlannedProcess, described_gpus, host_bundles, idle_gpus, plan_processes
-from rl_app_ppo.config.hosts import match_nodes
+from rl_app_ppo.config.hosts import HostBundle, NodeResources, match_nodes
 from rl_app_ppo.config.loading import to_yaml
 from rl_app_ppo.config.model_path import given_critic_adapter, given_reference
 from rl_app_ppo.config.placement import Role, WorkerGroup, syncs_by_nccl
@@ -30,7 +30,7 @@ from rl_app_ppo.rank_network import RankNetwork
 from rl_app_ppo.watchdog.unanswered_calls import CallLog
 from rl_app_ppo.worker.messages import CLOSE_RECORD, BuildCall
 from rl_ckpt_engine import PluginPolicy
-from rl_protocol import RLError
+from rl_protocol import ConfigError, RLError, WorkerError
 from rl_protocol.support.network_interface import this_network
 from rl_protocol.support.rendezvous import RendezvousAddress
 from rl_protocol.support.trusted_files import trusted_files
@@ -40,6 +40,8 @@ from rl_transferqueue import PlaneDescriptor
 logger = logging.getLogger(__name__)
 _RECORD_S = 60.0
 """Seconds that writing the rest of the records may take."""
+_LOOK_S = 1.0
+"""How often the nodes of the cluster are looked at while a run waits for one."""
 
 
 class WorkerPool:
@@ -93,11 +95,12 @@ class WorkerPool:
         """The rollout workers whose process can be replaced: no other role is in it."""
         return [worker for worker in self.rollout if worker.process.roles == ("rollout",)]
 
-    async def require_resources(self, say: Callable[[str], None]) -> None:
+    async def require_resources(self, say: Callable[[str], None], nodes_s: float = 0.0) -> None:
         """Plan hosts and GPUs of all processes, and wait until Ray has what they need.
 
         Args:
             say: prints one line; with one host without GPUs it is not called.
+            nodes_s: seconds to wait until enough nodes are in the cluster.
 
         Raises:
             ConfigError: see `devices.plan_processes`, `hosts.match_nodes` and
@@ -107,7 +110,7 @@ class WorkerPool:
         """
         self._say = say
         if self._config.trainer.nnodes > 1:
-            await self._require_hosts(say)
+            await self._require_hosts(say, nodes_s)
             return
         gpus = node_gpus()
         self._planned = plan_processes(self._config, gpus)
@@ -119,22 +122,41 @@ class WorkerPool:
         await require_cpus(self._computing, self._config.ray.cpus_per_worker)
         await require_free_gpus(wanted)
 
-    async def _require_hosts(self, say: Callable[[str], None]) -> None:
+    async def _require_hosts(self, say: Callable[[str], None], nodes_s: float) -> None:
         """Compare what several hosts need with the nodes of the cluster, and reserve it."""
+        clock = asyncio.get_running_loop().time
+        until, shown, waits = clock() + nodes_s, list[NodeResources](), False
+        while True:
+            nodes = sorted(cluster_nodes(), key=lambda node: node.gpus, reverse=True)
+            bundles = self._bundles_on(nodes)
+            if nodes != shown:
+                for line in (*(f"wanted: {bundle}" for bundle in bundles), *(f"node {node}" for node in nodes)):
+                    say(line)
+            shown = nodes
+            try:
+                match_nodes(bundles, nodes)
+            except ConfigError as error:
+                if clock() >= until:
+                    raise
+                if not waits:
+                    say(f"the run waits up to {nodes_s:g} s (ray.start_timeout_s) for a node to join: {error.message}")
+                waits = True
+            else:
+                if await require_equal_versions():
+                    break
+                if clock() >= until + WAIT_S:
+                    raise WorkerError("Nodes of the Ray cluster end one after the other; see 'ray status'.")
+            await asyncio.sleep(_LOOK_S)
+        self._hosts = HostGroup(bundles)
+        await self._hosts.open()
+
+    def _bundles_on(self, nodes: Sequence[NodeResources]) -> Sequence[HostBundle]:
+        """Plan all processes; what their hosts need."""
         config = self._config
-        nodes = sorted(cluster_nodes(), key=lambda node: node.gpus, reverse=True)
         each = nodes[config.trainer.nnodes - 1].gpus if len(nodes) >= config.trainer.nnodes else 0
         self._planned = plan_processes(config, each)
         cpus = [config.ray.cpus_per_worker * cpus_used(process.group, config) for process in self._planned]
-        bundles = host_bundles(self._planned, cpus)
-        for bundle in bundles:
-            say(f"wanted: {bundle}")
-        for node in nodes:
-            say(f"node {node}")
-        match_nodes(bundles, nodes)
-        await require_equal_versions()
-        self._hosts = HostGroup(bundles)
-        await self._hosts.open()
+        return host_bundles(self._planned, cpus)
 
     @property
     def cpus_needed(self) -> float:
