@@ -113,3 +113,13 @@ def test_hosts_are_matched_to_nodes_whatever_their_order():
 def test_a_cluster_that_is_too_small_is_refused_with_the_host_that_has_no_node(bundles, words):
     with pytest.raises(ConfigError, match=words):
         match_nodes(bundles, [NodeResources("10.0.0.1", 8, 64), NodeResources("10.0.0.2", 4, 4)])
+
+
+def test_a_node_without_cpus_takes_no_processes():
+    """As the head of a KubeRay cluster; Ray reserves a part of a CPU for each host."""
+    head, worker = NodeResources("10.0.0.1", 0, 0), NodeResources("10.0.0.2", 0, 4)
+    match_nodes([bundle(1, 0, 0)], [head, worker])
+    with pytest.raises(
+        ConfigError, match=r"no node for host 2: 0 GPUs, 0 CPUs .* Add nodes, or lower trainer\.nnodes\."
+    ):
+        match_nodes([bundle(1, 0, 0), bundle(2, 0, 0)], [head, worker])

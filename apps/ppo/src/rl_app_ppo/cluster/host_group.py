@@ -15,8 +15,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from rl_app_ppo.config.hosts import HostBundle, NodeResources
 from rl_protocol import ConfigError, WorkerError
 
-_SOME_CPU = 0.01
-"""Ray refuses bundles without resources."""
 WAIT_S = 30.0
 """Seconds to wait for what other jobs hold."""
 _VERSIONS_S = 60.0
@@ -43,8 +41,7 @@ class HostGroup:
             WorkerError: other jobs held it for `wait_s` seconds.
         """
         wanted = [
-            {"CPU": bundle.cpus or _SOME_CPU} | ({"GPU": bundle.gpus} if bundle.gpus else {})
-            for bundle in self._bundles
+            {"CPU": bundle.reserved_cpus} | ({"GPU": bundle.gpus} if bundle.gpus else {}) for bundle in self._bundles
         ]
         self._group = placement_group(wanted, strategy="STRICT_SPREAD")
         try:

@@ -13,6 +13,7 @@ from rl_trainer.config.backends import MegatronConfig
 from rl_transferqueue import TransferQueueConfig
 
 NODES_KEY, GPUS_KEY = "trainer.nnodes", "trainer.n_gpus_per_node"
+_SOME_CPU = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,11 @@ class HostBundle:
     processes: tuple[str, ...]
     gpus: int
     cpus: float
+
+    @property
+    def reserved_cpus(self) -> float:
+        """CPUs to reserve; never 0, since Ray refuses bundles without resources."""
+        return self.cpus or _SOME_CPU
 
     def __str__(self) -> str:
         return f"host {self.number}: {_resources(self.gpus, self.cpus)} ({', '.join(self.processes)})"
@@ -118,7 +124,7 @@ def match_nodes(bundles: Sequence[HostBundle], nodes: Sequence[NodeResources]) -
         """Take a node for a bundle, which may move other bundles (augmenting path)."""
         wanted = bundles[number]
         for i, node in enumerate(nodes):
-            if i not in seen and node.gpus >= wanted.gpus and node.cpus >= wanted.cpus:
+            if i not in seen and node.gpus >= wanted.gpus and node.cpus >= wanted.reserved_cpus:
                 seen.add(i)
                 if i not in taken or place(taken[i], seen):
                     taken[i] = number
@@ -136,7 +142,7 @@ def match_nodes(bundles: Sequence[HostBundle], nodes: Sequence[NodeResources]) -
 
 def _remedies(bundle: HostBundle, nodes: Sequence[NodeResources], wanted: int) -> str:
     """The keys that make a bundle smaller."""
-    if len(nodes) < wanted:
+    if sum(node.cpus > 0 for node in nodes) < wanted:
         return NODES_KEY
     keys = list[str]()
     if sum(node.gpus >= bundle.gpus for node in nodes) < bundle.number:
