@@ -14,7 +14,7 @@ import pytest
 
 from rl_app_ppo.cluster.heartbeats import OtherHost, Watched
 from rl_app_ppo.cluster.hung_processes import HungProcesses
-from rl_app_ppo.cluster.lost_processes import ended_with, fate, named_losses, named_remote_losses, unless_ended
+from rl_app_ppo.cluster.lost_processes import ended, ended_with, fate, named_losses, named_remote_losses, unless_ended
 from rl_app_ppo.driver.restart_policy import RestartLimitError
 from rl_protocol import ConfigError, HangError, PlaneTimeout, RLError, WorkerDiedError, WorkerError
 from rl_protocol.support.host.portable import uses_linux
@@ -169,6 +169,22 @@ def test_a_rank_of_another_host_is_named_once_ray_has_lost_it():
     )
 
 
+def test_those_that_ended_are_listed_whichever_host_they_are_on(child):
+    child.kill()
+    until(child.pid, KILLED)
+
+    async def body():
+        lost, lives = asyncio.get_running_loop().create_future(), asyncio.get_running_loop().create_future()
+        lost.set_exception(RuntimeError("Its node has died."))
+        here = {child.pid: "Worker actor", os.getpid(): "Worker critic"}
+        return ended(here, {"Worker actor-2 on gpu-2": lost, "Worker actor-3 on gpu-3": lives})
+
+    assert asyncio.run(body()) == [
+        f"Worker actor (process {child.pid}) {KILLED}",
+        "Worker actor-2 on gpu-2 has ended (Its node has died.)",
+    ]
+
+
 def test_a_rank_of_another_host_that_was_killed_since_it_hung_is_named_so():
     hung, host = HungProcesses(), OtherHost(name="gpu-2", memory="m2", node="n2", address="10.0.0.2")
     hung.add(Watched("Worker actor-2 on gpu-2", 41, Path("/proc/41/fd/7"), host), 60.0)
@@ -188,6 +204,7 @@ def test_an_error_of_ranks_that_all_run_is_unchanged():
 
 def test_an_answer_is_given_up_when_the_process_behind_it_ends(child):
     """A raylet that ends while a new worker waits for it: Ray never says that it will not start."""
+    processes = {child.pid: "The raylet", os.getpid(): "This one"}
 
     async def work():
         answer = asyncio.get_running_loop().create_future()
@@ -196,7 +213,7 @@ def test_an_answer_is_given_up_when_the_process_behind_it_ends(child):
             with pytest.raises(
                 WorkerDiedError, match=rf"^It can't start: The raylet \(process {child.pid}\) {KILLED}\.$"
             ):
-                await unless_ended(answer, {child.pid: "The raylet", os.getpid(): "This one"}, "It can't start")
+                await unless_ended(answer, lambda: ended(processes), "It can't start")
         assert answer.cancelled()
 
     asyncio.run(work())
@@ -209,7 +226,7 @@ def test_an_answer_of_a_process_that_is_stopped_for_a_while_is_waited_for(child)
     async def work():
         answer = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().call_later(1.5, answer.set_result, 5)
-        return await unless_ended(answer, {child.pid: "The raylet"}, "It can't start")
+        return await unless_ended(answer, lambda: ended({child.pid: "The raylet"}), "It can't start")
 
     assert asyncio.run(work()) == 5
 

@@ -17,6 +17,7 @@ from ray.exceptions import ActorDiedError, RayTaskError, UnserializableException
 from rl_app_ppo.cluster import ray_actor
 from rl_app_ppo.cluster.heartbeats import OtherHost, Watched
 from rl_app_ppo.cluster.hung_processes import HungProcesses
+from rl_app_ppo.cluster.lost_processes import ended
 from rl_app_ppo.cluster.ray_actor import RayProcess, RayWorker
 from rl_app_ppo.rank_network import RankNetwork
 from rl_app_ppo.worker.call_socket import CallServer
@@ -79,7 +80,7 @@ def test_a_start_does_not_wait_once_a_process_that_the_run_needs_has_ended(tmp_p
     with subprocess.Popen([sys.executable, "-c", ""]) as gone:
         gone.wait()
     needed = {os.getpid(): "Worker critic", gone.pid: "Worker actor"}
-    process = RayProcess(["rollout"], "rollout-0", tmp_path / "rollout-0.log", 1, others=lambda: needed)
+    process = RayProcess(["rollout"], "rollout-0", tmp_path / "rollout-0.log", 1, others=lambda: ended(needed))
     with pytest.raises(
         WorkerDiedError, match=rf"^Worker rollout-0 can't start: Worker actor \(process {gone.pid}\) is gone\.$"
     ):

@@ -338,10 +338,13 @@ def test_without_a_sync_the_new_process_has_the_initial_weights():
     process.close()
 
 
-def test_one_that_dies_is_not_replaced_where_no_process_can_start(run):
+NO_RAY = "Ray does not run."
+
+
+def test_one_that_dies_is_not_replaced_where_the_run_can_not_continue(run):
     async def steps() -> None:
         await run.update(1)
-        replica = Replica(run.processes[0], run.manager, policy(), run.said.append, lambda: False)
+        replica = Replica(run.processes[0], run.manager, policy(), run.said.append, lambda: NO_RAY)
         run.processes[0].deaths = ["rollout"]
         for _ in range(2):  # the second call finds a dead process that has left the sync
             run.processes[0].deaths = ["rollout"]
@@ -355,12 +358,12 @@ def test_one_that_dies_is_not_replaced_where_no_process_can_start(run):
 
 
 @pytest.mark.parametrize("run", [("shm", 1)], indirect=True)
-def test_an_update_that_finds_no_replica_ends_where_no_process_can_start(run):
+def test_an_update_that_finds_no_replica_ends_where_the_run_can_not_continue(run):
     async def steps() -> None:
         await run.update(1)
         (process,) = run.processes
         process.deaths = ["weights.receive"]
-        sync = ReplicaSync(run.manager, [Replica(process, run.manager, policy(), run.said.append, lambda: False)])
+        sync = ReplicaSync(run.manager, [Replica(process, run.manager, policy(), run.said.append, lambda: NO_RAY)])
         with pytest.raises(WorkerDiedError, match="rollout-0 is lost and gets no new process: Ray does not run"):
             await sync.update_weights(2)
         assert process.started == 1

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -53,9 +53,9 @@ def named_losses(
     except (ConfigError, OutputError):
         raise
     except RLError as error:
-        ended = not (deaths_named and isinstance(error, WorkerDiedError))
+        deaths = not (deaths_named and isinstance(error, WorkerDiedError))
         unnamed = {pid: what for pid, what in processes().items() if f"(process {pid})" not in error.message}
-        fates = ((what, pid, hung.end_of(pid) or fate(pid)) for pid, what in unnamed.items() if ended or _stopped(pid))
+        fates = ((what, pid, hung.end_of(pid) or fate(pid)) for pid, what in unnamed.items() if deaths or _stopped(pid))
         lost = [f"{what} (process {pid}) {how}" for what, pid, how in fates if how]
         if not lost:
             raise
@@ -88,8 +88,8 @@ async def named_remote_losses(
     except RLError as error:
         if ends and not isinstance(error, HangError):
             await asyncio.wait(ends.values(), timeout=notice_s, return_when=asyncio.FIRST_COMPLETED)
-        ended = {what: end for what, end in ends.items() if end.done() or hung.end_by_name(what)}
-        lost = [f"{what} {hung.end_by_name(what) or f'has ended ({_reason(end)})'}" for what, end in ended.items()]
+        gone = {what: end for what, end in ends.items() if end.done() or hung.end_by_name(what)}
+        lost = [f"{what} {hung.end_by_name(what) or f'has ended ({_reason(end)})'}" for what, end in gone.items()]
         if not lost:
             raise
         raise WorkerDiedError(f"{'; '.join(lost)}. Because of that: {error}") from error
@@ -106,12 +106,12 @@ def _places(error: BaseException) -> list[str]:
     return list(dict.fromkeys([*notes, *getattr(error, "__notes__", [])]))
 
 
-async def unless_ended(answer: Awaitable[T], processes: Mapping[int, str], what: str) -> T:
-    """Await an answer that never comes once one of these processes has ended.
+async def unless_ended(answer: Awaitable[T], ends: Callable[[], Sequence[str]], what: str) -> T:
+    """Await an answer that never comes once one of some processes has ended.
 
     Args:
         answer: the answer.
-        processes: process id -> description, of processes of this host.
+        ends: which of them have ended, and how: see `ended`.
         what: what has no answer then, for the message.
 
     Raises:
@@ -121,9 +121,8 @@ async def unless_ended(answer: Awaitable[T], processes: Mapping[int, str], what:
     try:
         while not waiting.done():
             await asyncio.wait([waiting], timeout=_LOOK_S)
-            ended = _ended(processes)
-            if ended and not waiting.done():
-                raise WorkerDiedError(f"{what}: {'; '.join(ended)}.")
+            if not waiting.done() and (lost := ends()):
+                raise WorkerDiedError(f"{what}: {'; '.join(lost)}.")
         return await waiting
     finally:
         waiting.cancel()
@@ -139,30 +138,36 @@ async def ended_with(processes: Mapping[int, str]) -> AsyncGenerator[None]:
     Raises:
         WorkerDiedError: one of them has ended; names it.
     """
-    task, ended = asyncio.current_task(), list[str]()
+    task, lost = asyncio.current_task(), list[str]()
     assert task is not None, "the driver runs in a task"
 
     async def watch() -> None:
-        while not ended:
+        while not lost:
             await asyncio.sleep(_LOOK_S)
-            ended.extend(_ended(processes))
+            lost.extend(ended(processes))
         task.cancel()
 
     watching = asyncio.create_task(watch())
     try:
         yield
     except asyncio.CancelledError:
-        if not ended:
+        if not lost:
             raise
         task.uncancel()
-        raise WorkerDiedError(f"{'; '.join(ended)}.") from None
+        raise WorkerDiedError(f"{'; '.join(lost)}.") from None
     finally:
         watching.cancel()
 
 
-def _ended(processes: Mapping[int, str]) -> list[str]:
-    """Which of these processes have ended, and how."""
-    return [f"{name} (process {pid}) {how}" for pid, name in processes.items() if (how := end_of(pid))]
+def ended(processes: Mapping[int, str], elsewhere: Mapping[str, asyncio.Future[Any]] | None = None) -> list[str]:
+    """Which of these processes have ended, and how.
+
+    Args:
+        processes: process id -> description, of processes of this host.
+        elsewhere: as `ends` of `named_remote_losses`.
+    """
+    here = [f"{name} (process {pid}) {how}" for pid, name in processes.items() if (how := end_of(pid))]
+    return [*here, *(f"{what} has ended ({_reason(end)})" for what, end in (elsewhere or {}).items() if end.done())]
 
 
 def fate(pid: int) -> str:

@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rl_app_ppo.cluster.heartbeats import OtherHost, Watched
 from rl_app_ppo.cluster.hung_processes import HungProcesses
-from rl_app_ppo.cluster.lost_processes import ray_servers, unless_ended
+from rl_app_ppo.cluster.lost_processes import ended, ray_servers, unless_ended
 from rl_app_ppo.cluster.ray_errors import plain, reason_of
 from rl_app_ppo.config.placement import Role
 from rl_app_ppo.rank_network import RankNetwork
@@ -59,7 +59,7 @@ class RayProcess:
         host: options of Ray that choose its node; None: this node if it has GPUs or lenders, else
             any.
         calls: notes the calls that wait; None: nothing reads them.
-        others: processes of this host without which the run can't continue, id -> description; it
+        others: which of the processes without which the run can't continue have ended, and how; it
             waits for a start no longer than they live.
         hung: the processes that the run has killed; None: none.
         missing_node: what `host` needs a node for, while the cluster has none; else empty. None: it
@@ -87,7 +87,7 @@ class RayProcess:
         lenders: Sequence[RayProcess] = (),
         calls: CallLog | None = None,
         host: Mapping[str, Any] | None = None,
-        others: Callable[[], Mapping[int, str]] = dict[int, str],
+        others: Callable[[], Sequence[str]] = list[str],
         hung: HungProcesses | None = None,
         missing_node: Callable[[], str] | None = None,
         say: Callable[[str], None] = _log.warning,
@@ -187,8 +187,8 @@ class RayProcess:
         try:
             async with asyncio.timeout(timeout_s):
                 starting = self.actor.place.remote()
-                needed = {**self._servers, **self._others()}
-                started = await unless_ended(starting, needed, f"Worker {self.name} can't start")
+                ends = lambda: [*ended(self._servers), *self._others()]  # noqa: E731
+                started = await unless_ended(starting, ends, f"Worker {self.name} can't start")
         except _FAILURES as error:
             if isinstance(error, TimeoutError):
                 missing = await asyncio.to_thread(self._missing_node) if self._missing_node else ""

@@ -43,7 +43,8 @@ class Replica:
         manager: the weight manager; None: all processes keep the initial weights.
         policy: counts its new processes, and delays them.
         say: prints a line about a new process.
-        can_start: whether a new process can start; False once a server of Ray is lost.
+        obstacle: why a new process would be of no use, as a sentence: a server of Ray, or a
+            process that is never replaced, is lost. Empty: it would be.
     """
 
     def __init__(
@@ -52,13 +53,13 @@ class Replica:
         manager: CheckpointEngineManager | None,
         policy: RestartPolicy,
         say: Callable[[str], None],
-        can_start: Callable[[], bool] = lambda: True,
+        obstacle: Callable[[], str] = str,
     ) -> None:
         self._worker = worker
         self._manager = manager
         self._policy = policy
         self._say = say
-        self._can_start = can_start
+        self._obstacle = obstacle
         self._died = False
         self._error: RLError | None = None
         """Of its death; None: it lives, or was quarantined by the manager."""
@@ -90,7 +91,7 @@ class Replica:
 
         Raises:
             WorkerError: the worker failed or was late.
-            WorkerDiedError: it died when no new process can start.
+            WorkerDiedError: it died when a new process is of no use.
             RestartLimitError: it has had as many new processes as the policy allows.
         """
         while True:
@@ -108,7 +109,7 @@ class Replica:
         """If the replica is lost, start a new process and send it the committed version.
 
         Raises:
-            WorkerDiedError: no process can start, because a server of Ray is lost.
+            WorkerDiedError: a new process is of no use, because the run can't continue.
             RestartLimitError: it has had as many new processes as the policy allows.
             WorkerError: the process did not start.
         """
@@ -118,11 +119,9 @@ class Replica:
 
     async def _replace(self) -> None:
         why = self._why()
-        if not self._can_start():
+        if obstacle := self._obstacle():
             self._retire()
-            raise WorkerDiedError(
-                f"Rollout worker {self.name} is lost and gets no new process: Ray does not run. {why}"
-            )
+            raise WorkerDiedError(f"Rollout worker {self.name} is lost and gets no new process: {obstacle} {why}")
         try:
             restart = self._policy.next(self.name)
         except RestartLimitError as limit:

@@ -237,14 +237,16 @@ def _connect_rollout(
         )
         on_step = measured(manager, on_step)
 
-    def ray_runs() -> bool:
-        return not any(map(fate, servers))
+    def obstacle() -> str:
+        if any(map(fate, servers)):
+            return "Ray does not run."
+        return f"{'; '.join(lost)}." if (lost := pool.ended_models()) else ""
 
     def say(line: str) -> None:
         logger.warning(line)
         screen.note(line)
 
-    replicas = {worker: Replica(worker, manager, plan.restarts, say, ray_runs) for worker in pool.replaceable}
+    replicas = {worker: Replica(worker, manager, plan.restarts, say, obstacle) for worker in pool.replaceable}
     whole = not config.sends_adapters
     sync = (
         ReplicaSync(manager, list(replicas.values()), whole=whole, on_synced=plan.record.weights_synced)

@@ -13,6 +13,7 @@ import msgspec
 from rl_app_ppo.cluster.heartbeats import OtherHost, Watched
 from rl_app_ppo.cluster.host_group import WAIT_S, HostGroup, cluster_nodes, require_equal_versions
 from rl_app_ppo.cluster.hung_processes import HungProcesses
+from rl_app_ppo.cluster.lost_processes import ended
 from rl_app_ppo.cluster.placement import head_host, node_gpus, require_cpus, require_free_gpus
 from rl_app_ppo.cluster.ray_actor import RayProcess, RayWorker
 from rl_app_ppo.config.devices import PlannedProcess, described_gpus, host_bundles, idle_gpus, plan_processes
@@ -179,13 +180,13 @@ class WorkerPool:
         """The same processes: process id -> description."""
         return {pid: f"Worker {name}" for pid, name in self.pids().items()}
 
-    def model_pids(self) -> dict[int, str]:
-        """The processes of this host that train models, which are never replaced: id -> name."""
-        found = [process for process in self.processes if process.pid and process.roles != ("rollout",)]
-        return {process.pid: f"Worker {process.name}" for process in found}
+    def ended_models(self) -> list[str]:
+        """Which of the processes that are never replaced have ended, and how."""
+        kept = [process for process in self.processes if process.pid and process.roles != ("rollout",)]
+        return ended({process.pid: f"Worker {process.name}" for process in kept}, self.remote_ends())
 
     def remote_ends(self) -> dict[str, asyncio.Future[bytes]]:
-        """The processes of other hosts that train models, for `named_remote_losses`."""
+        """Those of other hosts, for `named_remote_losses`."""
         found = [process for process in self.processes if process.host and process.roles != ("rollout",)]
         return {f"Worker {process.name} on {process.host}": process.end for process in found if process.end}
 
@@ -206,7 +207,7 @@ class WorkerPool:
                 lenders=[one for one in self.processes if one.name in planned.lenders],
                 calls=self.calls,
                 host=host,
-                others=self.model_pids,
+                others=self.ended_models,
                 hung=self.hung,
                 missing_node=None if hosts is None else partial(hosts.missing_node, planned.host),
                 say=self._say,
