@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import subprocess
 import sys
 from contextlib import closing
@@ -17,6 +18,7 @@ from rl_app_ppo.cluster.host_group import HostGroup, compare_versions
 from rl_app_ppo.config import rollout_engines
 from rl_app_ppo.config.hosts import HostBundle
 from rl_app_ppo.config.loading import load_config
+from rl_app_ppo.config.schema import ALL_GPUS
 from rl_app_ppo.outputs.run_folder import RunFiles
 from rl_protocol import ConfigError, WorkerError
 
@@ -152,14 +154,19 @@ def test_gpus_that_other_jobs_hold_are_waited_for_and_then_named(cluster):
 
 
 @pytest.mark.slow
-def test_a_node_that_joins_is_waited_for(nodes, pool_of):
+@pytest.mark.parametrize(
+    ("gpus", "words"), [(GPUS, r"no node for host 3: 1 GPU, .*\(actor_ref-8\)"), (ALL_GPUS, r"fsdp\.device")]
+)
+def test_a_node_that_joins_is_waited_for(nodes, pool_of, gpus, words):
     from polling import until_async  # here for the reason given above
 
-    pool, said = pool_of("trainer.nnodes=3", "fsdp.world_size=9", "rollout.device=cpu"), list[str]()
-    with pytest.raises(ConfigError, match=r"no node for host 3: 1 GPU, .*\(actor_ref-8\)"):
+    settings = f"trainer.n_gpus_per_node={gpus}", "fsdp.device=cuda", "fsdp.world_size=9", "rollout.device=cpu"
+    pool, said = pool_of("trainer.nnodes=3", *settings), list[str]()
+    with pytest.raises(ConfigError, match=words):
         asyncio.run(pool.require_resources(said.append, nodes_s=0.5))
     (waits,) = [line for line in said if "waits" in line]
-    assert waits.startswith("the run waits up to 0.5 s (ray.start_timeout_s) for a node to join: The run needs 3 hosts")
+    assert re.search(r"^the run waits up to 0\.5 s \(ray\.start_timeout_s\) for a node to join: .*" + words, waits)
+    said.clear()
 
     async def joined():
         waiting = asyncio.create_task(pool.require_resources(said.append, nodes_s=400))
@@ -170,7 +177,7 @@ def test_a_node_that_joins_is_waited_for(nodes, pool_of):
         nodes.remove_node(node)
 
     asyncio.run(joined())
-    assert [line.rpartition(": ")[2] for line in said if line.startswith("node ")] == ["4 GPUs, 4 CPUs"] * (2 + 2 + 3)
+    assert [line.rpartition(": ")[2] for line in said if line.startswith("node ")][-3:] == ["4 GPUs, 4 CPUs"] * 3
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import torch
 from fake_gpu import GPU, FakeGpu
 from fake_ranks import FakeRanks
 from safetensors import safe_open
+from this_thread import ThisThread
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
@@ -30,6 +31,7 @@ from rl_protocol import BatchData, ObjectColumn, ragged
 from rl_protocol.ports import Lease, SamplingParams
 from rl_protocol.rl_columns import prompt_partition
 from rl_protocol.testing.memory_data_plane import MemoryDataPlane
+from rl_trainer.backends import reward_model
 from rl_trainer.backends.snapshot import PLACES
 from rl_trainer.workers.messages import (
     FinishSaveCall,
@@ -69,11 +71,8 @@ def plane(monkeypatch):
     async def connect(_):
         return made
 
-    async def here(call, *arguments):
-        return call(*arguments)
-
     monkeypatch.setattr(build, "connect", connect)
-    monkeypatch.setattr(asyncio, "to_thread", here)
+    monkeypatch.setattr(reward_model, "ThreadPoolExecutor", ThisThread)
     return made
 
 

@@ -15,12 +15,13 @@ import pytest
 import torch
 from relative import near
 from standin_device import STAND_IN, StandIn, StrayTensorError
+from this_thread import ThisThread
 from transformers import AutoModelForCausalLM, GemmaConfig, GPT2Config, Qwen2Config, Qwen2ForSequenceClassification
 
 from rl_protocol import BatchData, RaggedColumn
 from rl_protocol.ports import GenerationRequest, ImageInput, SamplingParams
 from rl_protocol.torch import from_weight, to_weight
-from rl_trainer.backends import torch_policy
+from rl_trainer.backends import reward_model, torch_policy
 from rl_trainer.backends.parallel_strategy import PlainStrategy, full_tensors
 from rl_trainer.backends.reward_model import RewardModelScorer
 from rl_trainer.backends.torch_critic import TorchCriticBackend
@@ -335,15 +336,12 @@ def test_a_reward_model_scores_as_on_the_cpu(tmp_path, device, monkeypatch):
     texts = [[5, 6, 7], [2], [9, 3, 4, 8, 11, 1]]
     asked = [Sample(data_source="s", solution_str="", ground_truth="", tokens=tokens) for tokens in texts]
 
-    async def here(call, *arguments):  # a thread would not see the stand-in
-        return call(*arguments)
-
     def scored(device):
         scorer = RewardModelScorer(RewardModelConfig(path=str(tmp_path), device=str(device)))
         return np.array([one.numbers["score"] for one in asyncio.run(scorer.score(asked))])
 
     wanted = scored(CPU)
-    monkeypatch.setattr(asyncio, "to_thread", here)
+    monkeypatch.setattr(reward_model, "ThreadPoolExecutor", ThisThread)
     with on(device):
         assert close(scored(device), wanted)
 

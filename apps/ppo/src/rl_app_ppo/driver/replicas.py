@@ -43,8 +43,8 @@ class Replica:
         manager: the weight manager; None: all processes keep the initial weights.
         policy: counts its new processes, and delays them.
         say: prints a line about a new process.
-        obstacle: why a new process would be of no use, as a sentence: a server of Ray, or a
-            process that is never replaced, is lost. Empty: it would be.
+        obstacle: why a new process would be of no use, as a sentence: that a server of Ray, or a
+            process that is never replaced, is lost. Empty: there is no such reason.
     """
 
     def __init__(

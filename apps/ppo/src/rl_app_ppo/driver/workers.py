@@ -129,12 +129,12 @@ class WorkerPool:
         until, shown, waits = clock() + nodes_s, list[NodeResources](), False
         while True:
             nodes = sorted(cluster_nodes(), key=lambda node: node.gpus, reverse=True)
-            bundles = self._bundles_on(nodes)
-            if nodes != shown:
-                for line in (*(f"wanted: {bundle}" for bundle in bundles), *(f"node {node}" for node in nodes)):
-                    say(line)
-            shown = nodes
             try:
+                bundles = self._bundles_on(nodes)
+                if nodes != shown:
+                    for line in (*(f"wanted: {bundle}" for bundle in bundles), *(f"node {node}" for node in nodes)):
+                        say(line)
+                shown = nodes
                 match_nodes(bundles, nodes)
             except ConfigError as error:
                 if clock() >= until:
