@@ -13,6 +13,7 @@ import sys
 import psutil
 import pytest
 from app_runs import processes_of, started
+from polling import until
 
 from rl_protocol.ports import SamplingParams
 from rl_rollout_vllm import VLLMConfig, VLLMRolloutEngine
@@ -116,9 +117,19 @@ def test_new_weights_take_over_the_responses_that_vllm_generates(app, on_update,
 
 
 def engine_of(worker: int) -> psutil.Process:
-    """Return the process of vLLM's engine, a descendant of the rollout worker."""
-    (engine,) = (p for p in psutil.Process(worker).children(recursive=True) if "EngineCore" in " ".join(p.cmdline()))
-    return engine
+    """Return the process of vLLM's engine, a descendant of the rollout worker.
+
+    It is looked for again if one look at the processes does not show it.
+    """
+    found = list[psutil.Process]()
+
+    def one() -> bool:
+        children = psutil.Process(worker).children(recursive=True)
+        found[:] = [each for each in children if "EngineCor" in each.name() + " ".join(each.cmdline())]
+        return len(found) == 1
+
+    until(one, f"an engine of process {worker}", 10)
+    return found[0]
 
 
 def test_adapters_of_megatron_are_served_and_an_engine_that_is_killed_is_replaced(tmp_path, base_model, mark):
