@@ -64,8 +64,7 @@ class HostGroup:
         empty."""
         assert self._group is not None, "open() was called"
         table: Any = placement_group_table(self._group)
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        return "" if table["bundles_to_node_id"].get(host) in alive else str(self._bundles[host])
+        return "" if table["bundles_to_node_id"].get(host) in _alive() else str(self._bundles[host])
 
     def close(self) -> None:
         """Release the bundles, which kills their processes; safe to call twice."""
@@ -88,10 +87,9 @@ def free_nodes() -> list[NodeResources]:
     from ray._private.state import available_resources_per_node
 
     free = available_resources_per_node()
-    names = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     return [
         NodeResources(name, int(free.get(node, {}).get("GPU", 0)), free.get(node, {}).get("CPU", 0))
-        for node, name in names.items()
+        for node, name in _alive().items()
     ]
 
 
