@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import warnings
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -120,8 +122,38 @@ def threads_of_zmq():
 
 
 @contextmanager
+def slow_end():
+    """Give vLLM's client time to read that the engine's process has ended, before it closes."""
+    from vllm.v1.engine.utils import CoreEngineProcManager
+
+    end = CoreEngineProcManager.shutdown
+
+    def slowly(*arguments, **options):
+        end(*arguments, **options)
+        time.sleep(0.5)
+
+    with mock.patch.object(CoreEngineProcManager, "shutdown", slowly):
+        yield
+
+
+@contextmanager
+def errors_of_vllm():
+    """What vLLM logs as errors in this process meanwhile."""
+    found = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: found.append(record.getMessage())
+    logging.getLogger("vllm").addHandler(handler)
+    try:
+        yield found
+    finally:
+        logging.getLogger("vllm").removeHandler(handler)
+
+
+@contextmanager
 def running(path, **settings):
-    """Open an engine; check that closing it frees its resources here without garbage collection."""
+    """Open an engine; check that closing it frees its resources here without garbage collection,
+    and that vLLM logs no error.
+    """
     small = {"max_num_seqs": 32, "kv_cache_bytes": 64 << 20, "bucket_bytes": 16 << 10, "call_timeout_s": 120.0}
     before = threads_of_zmq()
     engine = VLLMRolloutEngine(VLLMConfig(model_path=str(path), **{**small, **settings}))
@@ -131,8 +163,10 @@ def running(path, **settings):
     finally:
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
-            engine.close()
+            with slow_end(), errors_of_vllm() as errors:
+                engine.close()
             gc.collect()
+    assert not errors
     assert not [str(each.message) for each in heard if "Unclosed" in str(each.message)]
     deadline = time.monotonic() + 60
     while threads_of_zmq() != before and time.monotonic() < deadline:

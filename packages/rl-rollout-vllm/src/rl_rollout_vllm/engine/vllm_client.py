@@ -121,6 +121,7 @@ class VLLMClient:
     async def close(self) -> None:
         engine, self._engine = self._engine, None  # its finalizer fails at interpreter exit
         resources = engine.engine_core.resources
+        await _stop_reading(engine)
         try:
             await asyncio.to_thread(engine.shutdown)
         except NoSuchProcess:  # vLLM raises it if a worker exits while being killed
@@ -137,6 +138,17 @@ class VLLMClient:
             raise RolloutError(
                 f"The vLLM engine did not answer within {self._timeout_s:g} s (call_timeout_s)."
             ) from error
+
+
+async def _stop_reading(engine: Any) -> None:
+    """End the task that reads the answers of the engine's process; pending requests fail.
+
+    While it reads, it logs the end of that process as an error, with a traceback.
+    """
+    if (reader := engine.output_handler) is not None:
+        reader.cancel()
+        await asyncio.wait([reader])
+        engine.output_processor.propagate_error(EngineDeadError())
 
 
 def _died() -> EngineDiedError:
