@@ -1,4 +1,4 @@
-"""Write the tables of RESULTS.md, and that of README.md, from the JSON files that git tracks.
+"""Write the tables of RESULTS.md, and those of README.md, from the JSON files that git tracks.
 
 uv run benchmarks/report.py
 """
@@ -18,7 +18,6 @@ from harness.weight_sync.bars import bar_of
 
 PAGE = ROOT / "benchmarks" / "RESULTS.md"
 FRONT = ROOT / "README.md"
-BEGIN, END = "<!-- tables: made by report.py -->\n", "<!-- end of tables -->\n"
 
 
 def learning_table(rows: list[Row]) -> str:
@@ -218,6 +217,16 @@ AGAINST_TRL = {
     "CPU seconds against TRL": "cpu",
     "pairs": "pairs",
 }
+NEWEST_AGAINST_TRL = {
+    "cell": "cell",
+    "processor": "hardware",
+    "s/step": "ours",
+    "TRL": "trl",
+    "bare PyTorch loop": "floor",
+    "against TRL": "step",
+    "must": "must",
+    "met": "met",
+}
 PLACEMENTS = {
     "placement": "placement",
     "s to the end of step 1": "first_step_s",
@@ -332,32 +341,48 @@ def headline(document: Document, path: Path) -> str:
 
 
 def against_trl(results: Mapping[Path, Document]) -> str:
-    """Every cell of the comparison with TRL in one line, by processor."""
-    lines: list[Row] = []
-    for path, found in results.items():
-        sides = {row["side"]: row for row in found.rows if kind_of(row).name == "grpo step"}
-        if not sides.keys() >= {"ours", "trl", "floor"}:
-            continue
-        verdicts = {row["question"]: row for row in found.rows if kind_of(row).name == "verdict"}
-        name = sides["ours"]["cell"]
-        step, cpu = (
-            verdicts[f"{name}: seconds per step against TRL"],
-            verdicts[f"{name}: CPU seconds per step against TRL"],
-        )
-        link = f"[{found.hardware['cpu']}]({path.relative_to(PAGE.parent)})"
-        lines.append(
-            {
-                "cell": name,
-                "hardware": link,
-                **{side: row["step_s"] for side, row in sides.items()},
-                "step": step["value"],
-                "must": step["must"],
-                "cpu": cpu["value"],
-                "pairs": sides["ours"]["pairs"],
-            }
-        )
-    lines.sort(key=lambda line: (line["cell"], line["hardware"]))
+    """Every comparison with TRL in one line, by cell and processor."""
+    lines = sorted(
+        filter(None, (grpo_steps(found, path, PAGE) for path, found in results.items())),
+        key=lambda line: (by_size(line["cell"]), line["hardware"]),
+    )
     return f"## Headline: a GRPO step against TRL\n\n{plain_table(lines, AGAINST_TRL)}\n"
+
+
+def newest_against_trl(results: Mapping[Path, Document]) -> str:
+    """The newest comparison of each cell on each processor."""
+    lines: dict[tuple[tuple[float, str], str], Row] = {}
+    for path in by_time(results):
+        if line := grpo_steps(results[path], path, FRONT):
+            lines[by_size(line["cell"]), results[path].hardware["cpu"]] = line
+    return plain_table([lines[key] for key in sorted(lines)], NEWEST_AGAINST_TRL)
+
+
+def by_size(cell: str) -> tuple[float, str]:
+    """Sort key of a cell: its million parameters, then its name."""
+    return float(cell.partition("M-")[0]), cell
+
+
+def grpo_steps(document: Document, path: Path, page: Path) -> Row | None:
+    """A step of all three sides of a comparison with TRL, with links for a page; None: it has
+    less.
+    """
+    sides = {row["side"]: row for row in document.rows if kind_of(row).name == "grpo step"}
+    if not sides.keys() >= {"ours", "trl", "floor"}:
+        return None
+    verdicts = {row["question"]: row for row in document.rows if kind_of(row).name == "verdict"}
+    name = sides["ours"]["cell"]
+    step = verdicts[f"{name}: seconds per step against TRL"]
+    return {
+        "cell": name,
+        "hardware": f"[{document.hardware['cpu']}]({path.relative_to(page.parent)})",
+        **{side: row["step_s"] for side, row in sides.items()},
+        "step": step["value"],
+        "must": step["must"],
+        "met": met(step),
+        "cpu": verdicts[f"{name}: CPU seconds per step against TRL"]["value"],
+        "pairs": sides["ours"]["pairs"],
+    }
 
 
 def chaos_table(rows: list[Row]) -> str:
@@ -407,17 +432,24 @@ def tables() -> str:
     )
 
 
-def between_marks(page: Path, text: str) -> None:
-    """Rewrite the part of a page between the marks."""
-    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+def made(page: Path, name: str) -> tuple[str, str, str]:
+    """What is before the marks of some tables on a page, between them, and behind."""
+    before, begin, rest = page.read_text(encoding="utf-8").partition(f"<!-- {name}: made by report.py -->\n")
+    between, end, behind = rest.partition(f"<!-- end of {name} -->\n")
+    return before + begin, between, end + behind
+
+
+def rewrite(page: Path, name: str, text: str) -> None:
+    """Replace what is between marks."""
+    before, _, behind = made(page, name)
+    page.write_text(f"{before}\n{text}\n{behind}", encoding="utf-8")
 
 
 def main() -> None:
     """Rewrite both pages."""
-    between_marks(PAGE, tables())
-    between_marks(FRONT, chaos_matrix(chaos_runs()) + "\n")
+    rewrite(PAGE, "tables", tables())
+    rewrite(FRONT, "runs with faults", chaos_matrix(chaos_runs()) + "\n")
+    rewrite(FRONT, "steps against TRL", newest_against_trl({path: load(path) for path in published_results()}) + "\n")
     for path in sorted(set(RESULTS.glob("*/*/*.json")) - set(published_results())):
         print(f"left out: git does not track {path.relative_to(ROOT)}; to publish it: git add, then run this again")
 

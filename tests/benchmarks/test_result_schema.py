@@ -16,8 +16,6 @@ from harness.results import RESULTS as FOLDER
 from harness.results import published_results
 from harness.weight_sync.bars import CPU_OF_ALL, CPU_OF_ONE, DIGESTS, SPEED, VERL, bar_of
 from report import (
-    BEGIN,
-    END,
     FRONT,
     PAGE,
     as_asked,
@@ -25,7 +23,9 @@ from report import (
     chaos_matrix,
     chaos_runs,
     headline,
+    made,
     measured_later,
+    newest_against_trl,
     plain_table,
     tables,
     verdict_table,
@@ -176,10 +176,14 @@ def test_no_readme_tells_a_figure_that_has_no_source(path: Path):
 
 
 def test_the_tables_are_those_that_the_results_give():
-    text = PAGE.read_text()
-    assert text.partition(BEGIN)[2].partition(END)[0].strip() == tables().strip(), "run: uv run benchmarks/report.py"
-    made = FRONT.read_text().partition(BEGIN)[2].partition(END)[0].strip()
-    assert made == chaos_matrix(chaos_runs()), "run: uv run benchmarks/report.py"
+    results = {path: load(path) for path in published_results()}
+    wanted = [
+        (PAGE, "tables", tables()),
+        (FRONT, "runs with faults", chaos_matrix(chaos_runs())),
+        (FRONT, "steps against TRL", newest_against_trl(results)),
+    ]
+    for page, name, text in wanted:
+        assert made(page, name)[1].strip() == text.strip(), f"{name}; run: uv run benchmarks/report.py"
 
 
 def test_weight_sync_is_held_against_the_bars_that_were_asked_for():
