@@ -90,13 +90,13 @@ def test_a_signal_after_a_command_prints_one_line():
         ([], False),
     ],
 )
-def test_workers_imports_begin_with_commands_that_train_alone(words, begins):
+def test_commands_that_train_begin_workers_imports_and_collect_no_garbage(words, begins):
     done = python(
         f"import sys, rl_app_ppo.cli.rl as module\nsys.argv = ['rl', *{words!r}]\n"
         "from rl_app_ppo.cli.entry import rl\nfrom rl_app_ppo.cluster.local import fork_server\n"
-        "module.app = lambda: print(len(fork_server._early))\nrl()\nprint(fork_server._early)"
+        "import gc\nmodule.app = lambda: print(len(fork_server._early), gc.isenabled())\nrl()\nprint(fork_server._early)"
     )
-    assert (done.stdout, done.stderr) == (f"{int(begins)}\n[]\n", "")
+    assert (done.stdout, done.stderr) == (f"{int(begins)} {not begins}\n[]\n", "")
 
 
 def test_a_signal_that_is_ignored_stays_ignored():

@@ -11,28 +11,12 @@ import msgspec
 import pytest
 
 from rl_app_ppo.worker.messages import CLOSE_RECORD, BuildCall
-from rl_app_ppo.worker.process import WorkerProcess, without_gc
+from rl_app_ppo.worker.process import WorkerProcess
 from rl_protocol import KVBatchMeta, WorkerError
 from rl_trainer import Worker
 from rl_trainer.record.read_record import read_record
 from rl_trainer.record.record_file import RecordFile
 from rl_trainer.workers.messages import ReadAheadCall, StageCall, StageResult
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_garbage_is_not_searched_for_while_libraries_are_imported_and_is_again_afterwards(fails):
-    frozen = gc.get_freeze_count()
-    try:
-        with without_gc():
-            assert not gc.isenabled()
-            if fails:
-                raise ImportError("no such library")
-    except ImportError:
-        assert fails
-    finally:
-        assert gc.isenabled()
-        assert gc.get_freeze_count() > frozen
-        gc.unfreeze()
 
 
 class Threads(Worker):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +29,7 @@ from rl_app_ppo.worker.preloading import worker_modules
 from rl_ckpt_engine import PluginPolicy
 from rl_protocol import RLError
 from rl_trainer import StepGraph
+from rl_trainer.data.validation_split import PreparedPrompts
 
 logger = logging.getLogger(__name__)
 INTERRUPTED = "interrupted: the run ends its processes, which takes up to 10 s while they start"
@@ -45,6 +46,8 @@ class Attempts:
     files: RunFiles
     inputs: InputFiles
     """The files that the run reads."""
+    data: Mapping[str, PreparedPrompts]
+    """The prompts by split."""
     start: Start
     """Of the first attempt."""
     plugins: PluginPolicy
@@ -109,6 +112,7 @@ class Attempts:
                 graph=self.graph,
                 files=files,
                 inputs=self.inputs,
+                data=self.data,
                 start=start,
                 record=record,
                 plugins=self.plugins,

@@ -13,6 +13,7 @@ from rl_app_ppo.api.result import TrainResult
 from rl_app_ppo.cluster.environment import compute_settings, environment, ray_settings
 from rl_app_ppo.cluster.local.fork_server import ForkServer, close_early, fork_server
 from rl_app_ppo.config.schema import LOCAL, AppConfig
+from rl_app_ppo.garbage_collection import begin_gc
 from rl_app_ppo.outputs.startup_times import Startup
 from rl_app_ppo.worker.preloading import worker_modules
 from rl_ckpt_engine import PluginPolicy
@@ -34,7 +35,11 @@ def launched(
     local = config.ray.address == LOCAL
     settings = ray_settings(local=local) | compute_settings(config.trainer.threads_per_worker)
     settings |= variables or {}
-    startup = Startup(lambda line: out.print(Text(line), soft_wrap=True), before_s=before_s)
+    startup = Startup(
+        lambda line: out.print(Text(line), soft_wrap=True),
+        before_s=before_s,
+        when_done=None if before_s is None else begin_gc,  # a caller's objects are not to be exempt
+    )
     with environment(settings), ExitStack() as stack:
         stack.callback(startup.end)
         if local:

@@ -84,6 +84,7 @@ def run_training(
         graph=facts.graph,
         files=files,
         inputs=facts.inputs,
+        data=facts.data,
         start=start,
         plugins=plugins,
         restarts=policy,

@@ -50,14 +50,19 @@ def _runs(words: list[str]) -> bool:
 
 
 def _workers_imports(*, begin: bool) -> AbstractContextManager[None]:
-    """Import in another process what workers need, while this one imports the command."""
+    """Import in another process what workers need, while this one imports the command, which it
+    does without garbage collection: `launch` begins it when the start is over.
+    """
     if not begin:
         from contextlib import nullcontext
 
         return nullcontext()
+    import gc
+
     from rl_app_ppo.cluster.environment import compute_settings, ray_settings
     from rl_app_ppo.cluster.local.fork_server import close_early, started_early
 
+    gc.disable()
     _at_end.append(close_early)
     return started_early(ray_settings(local=True) | compute_settings(0))
 

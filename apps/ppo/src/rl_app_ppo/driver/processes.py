@@ -66,8 +66,6 @@ class Started:
     """Those of Ray on this host: process id -> description."""
     servers: Mapping[int, str]
     """The same, with those of the data plane."""
-    model_path: Path
-    """Folder of the initial policy."""
 
 
 async def start_processes(plan: ProcessPlan, stack: AsyncExitStack, screen: Screen, startup: Startup) -> Started:
@@ -101,8 +99,8 @@ async def start_processes(plan: ProcessPlan, stack: AsyncExitStack, screen: Scre
     await stack.enter_async_context(heartbeat_watch(heartbeat_s, watched, hosts, pool.hung, screen.note))
     sockets = stack.enter_context(temporary_folder("rl-app-ppo-"))
     with named_losses(pool.worker_pids, pool.hung, deaths_named=True):
-        model_path = await _load_models(plan, pool, hosts, plane, sockets, screen, startup)
-    return Started(plane=plane, pool=pool, ray_servers=of_ray, servers=servers, model_path=model_path)
+        await _load_models(plan, pool, hosts, plane, sockets, screen, startup)
+    return Started(plane=plane, pool=pool, ray_servers=of_ray, servers=servers)
 
 
 async def _start_servers(plan: ProcessPlan, stack: AsyncExitStack, screen: Screen, startup: Startup) -> LocalPlane:
@@ -130,8 +128,8 @@ async def _load_models(
     sockets: Path,
     screen: Screen,
     startup: Startup,
-) -> Path:
-    """Wait for the processes and load their models; returns the folder of the initial policy."""
+) -> None:
+    """Wait for the processes and load their models."""
     model_path = given_model(plan.config) or await _demo_model(plan.config, pool, screen, startup)
     with startup.phase("workers", f"starting {len(pool)} worker processes"):
         await pool.ready(sockets)
@@ -143,7 +141,6 @@ async def _load_models(
             )
     with startup.phase("models", "workers load their models"):
         await pool.build(model_path, plane.descriptor, plan.plugins, plan.inputs.data)
-    return model_path
 
 
 async def _demo_model(config: AppConfig, pool: WorkerPool, screen: Screen, startup: Startup) -> Path:

@@ -21,7 +21,7 @@ from rl_app_ppo.driver.report_writer import ReportWriter
 from rl_app_ppo.driver.restart_policy import RestartPolicy
 from rl_app_ppo.driver.weight_sync import OnStep, make_sync, measured
 from rl_app_ppo.driver.workers import WorkerPool
-from rl_app_ppo.inputs.data import about_validation, open_data, sessions_of, train_order
+from rl_app_ppo.inputs.data import about_validation, sessions_of, train_order
 from rl_app_ppo.outputs.answers import drop_samples_after
 from rl_app_ppo.outputs.console import LossNotes, OldLogProbNotes, Screen
 from rl_app_ppo.outputs.metric_sinks import CONSOLE, logger_names, open_sinks
@@ -59,6 +59,8 @@ class RunPlan(ProcessPlan):
 
     graph: StepGraph
     """The stages of a step, from `Facts`."""
+    data: Mapping[str, PreparedPrompts]
+    """The prompts by split, from `Facts`."""
     start: Start
     """The beginning, or a checkpoint."""
     record: RunRecord
@@ -109,12 +111,10 @@ async def run(plan: RunPlan, screen: Screen, startup: Startup) -> Recorder:
         for line in kept_metrics(files.metrics, -1 if last_step is None else last_step):
             recorder.remember(int(line["step"]), line)
         facts = RunFacts(folder=files.folder, config=flat_settings(to_yaml(config)), after=last_step)
-        with startup.phase("data", "opening data and loggers"):
+        with startup.phase("loggers", "opening loggers"):
             for sink in (JSONLSink(files.metrics), *open_sinks(loggers, facts, screen.note)):
                 sinks.append(stack.enter_context(closing(sink)))
-            data = open_data(config, started.model_path)
-            if plan.steps_only:
-                data = {"train": data["train"]}
+        data = {"train": plan.data["train"]} if plan.steps_only else plan.data
         recorder.problems = {"validation": len(data.get("val", ())), "training": config.data.train_batch_size}
         if not plan.steps_only and (about := about_validation(config, data)):
             screen.note(about)

@@ -37,6 +37,7 @@ class Startup:
         every_s: seconds between two lines.
         before_s: seconds since the command was given, the phase `process`; None: the start is the
             call of train().
+        when_done: called at the end of the start.
 
     Lifecycle: `phase` or `begin` as often as needed; `end` after the last one. Safe to end twice.
 
@@ -48,8 +49,16 @@ class Startup:
         startup.metrics()   # {"startup_s/ray": 2.1, "startup_s/total": 2.1}
     """
 
-    def __init__(self, say: Callable[[str], None], every_s: float = EVERY_S, *, before_s: float | None = None) -> None:
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        every_s: float = EVERY_S,
+        *,
+        before_s: float | None = None,
+        when_done: Callable[[], None] | None = None,
+    ) -> None:
         self._say = say
+        self._when_done = when_done
         self._every_s = every_s
         self._start = time.perf_counter() - (before_s or 0.0)
         self._seconds: dict[str, float] = {} if before_s is None else {"process": before_s}
@@ -85,6 +94,8 @@ class Startup:
     def done(self) -> None:
         """End the start: later phases do not count in the total."""
         self._total = time.perf_counter() - self._start
+        if self._when_done is not None:
+            self._when_done()
 
     def end(self) -> None:
         """Stop reporting."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import socket
@@ -17,6 +16,7 @@ import msgspec
 
 from rl_app_ppo.config.full_keys import FullKeysFormatter
 from rl_app_ppo.config.placement import Role
+from rl_app_ppo.garbage_collection import without_gc
 from rl_app_ppo.rank_network import RankNetwork, rank_interface
 from rl_app_ppo.worker.call_socket import CallServer
 from rl_app_ppo.worker.messages import CLOSE_RECORD, BuildCall, WarmupProgress, WorkerPlace
@@ -249,18 +249,3 @@ class WorkerProcess:
 def _processes(payload: bytes) -> int:
     """The processes that compute beside a call; 0: it does not say."""
     return msgspec.msgpack.decode(payload, type=ComputeCall).side_by_side
-
-
-@contextmanager
-def without_gc() -> Generator[None]:
-    """Disable garbage collection, and exempt the objects created within from later collections.
-
-    Importing torch and transformers creates hardly any garbage, and collections take a sixth of
-    the time.
-    """
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()

@@ -10,7 +10,6 @@ It imports no Ray, which reads variables of a worker when it is loaded.
 
 from __future__ import annotations
 
-import gc
 import importlib
 import json
 import os
@@ -24,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl_app_ppo.cluster.local.fork_client import LENGTH, STANDARD
+from rl_app_ppo.garbage_collection import without_gc
 
 _TIMEOUT_S = 10.0
 
@@ -52,13 +52,11 @@ def main(first: Sequence[str]) -> None:
         first: the modules to import before others are named.
     """
     control = socket.socket(fileno=os.dup(0))
-    gc.disable()
-    for name in first:
-        importlib.import_module(name)
-    for name in _named(control):
-        importlib.import_module(name)
-    gc.freeze()
-    gc.enable()
+    with without_gc():
+        for name in first:
+            importlib.import_module(name)
+        for name in _named(control):
+            importlib.import_module(name)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes workers that have ended
     _, received, _, _ = socket.recv_fds(control, 1, 1)
     if not received:
