@@ -17,6 +17,7 @@ from rl_transferqueue.wire.spans import Span
 
 KEYS = ("a", "b", "c", "d")
 COMMIT = Commit("p", KEYS)
+SPEC = ColumnSpec(name="x", kind="dense", dtype="float64")
 
 
 def writer(controller: FakeController, memory: FakeMemory, most: int = 1 << 20) -> Writer:
@@ -133,13 +134,59 @@ def test_a_draft_is_committed_where_it_lies_and_belongs_to_one_plane() -> None:
     async def main() -> None:
         controller, memory = FakeController(), FakeMemory()
         writing = writer(controller, memory)
-        spec = ColumnSpec(name="x", kind="dense", dtype="float64")
-        draft = await writing.alloc([spec], 4, {}, deadline_after(60))
+        draft = await writing.alloc([SPEC], 4, {}, deadline_after(60))
         await writing.put(COMMIT, draft, deadline_after(60))
         assert controller.kinds() == ["Reserve", "Commit"]
         assert memory.written == [Span(0, 4096, 4096)]
         with pytest.raises(BatchError):
             await writing.put(COMMIT, draft, deadline_after(60))
+
+    asyncio.run(main())
+
+
+def test_a_draft_of_another_client_is_refused_even_if_this_one_reserved_the_same_span() -> None:
+    async def main() -> None:
+        ours, theirs = (writer(FakeController(), FakeMemory()) for _ in range(2))
+        draft = await theirs.alloc([SPEC], 4, {}, deadline_after(60))
+        await ours.alloc([SPEC], 4, {}, deadline_after(60))
+        with pytest.raises(BatchError, match="the client whose alloc made it"):
+            await ours.put(COMMIT, draft, deadline_after(60))
+        await theirs.put(COMMIT, draft, deadline_after(60))
+
+    asyncio.run(main())
+
+
+def test_the_memory_of_a_draft_is_given_back_with_its_last_array() -> None:
+    async def main() -> None:
+        controller = FakeController()
+        writing = writer(controller, FakeMemory())
+        draft = await writing.alloc([SPEC], 4, {}, deadline_after(60))
+        array = draft["x"]
+        del draft
+        await asyncio.sleep(0)
+        assert controller.abandoned == []
+        del array
+        await asyncio.sleep(0)
+        assert controller.abandoned == [Span(0, 4096, 4096)]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("end", ["put", "discard"])
+def test_a_draft_that_has_ended_gives_nothing_back_when_it_is_freed(end: str) -> None:
+    async def main() -> None:
+        controller = FakeController()
+        writing = writer(controller, FakeMemory())
+        draft = await writing.alloc([SPEC], 4, {}, deadline_after(60))
+        if end == "put":
+            await writing.put(COMMIT, draft, deadline_after(60))
+        else:
+            draft.discard()
+        given_back = list(controller.abandoned)
+        assert len(given_back) == (end == "discard")
+        del draft
+        await asyncio.sleep(0)
+        assert controller.abandoned == given_back
 
     asyncio.run(main())
 

@@ -21,6 +21,7 @@ from rl_protocol import (
     BatchData,
     BatchError,
     CapacityTimeout,
+    ColumnSpec,
     KVBatchMeta,
     MissingDataError,
     PlaneTimeout,
@@ -133,6 +134,24 @@ def test_a_stale_reader_gets_an_error_never_other_data(plane: LocalPlane) -> Non
             assert (await reader.get(stale.select_rows([0, 2]))).dense("x").values.max() == 1
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["here", "tcp"])
+def test_drafts_that_are_dropped_leave_no_memory_reserved(shared_memory: bool) -> None:
+    """The plane has room for one draft at a time."""
+    listen = {} if shared_memory else {"listen": "127.0.0.1", "shared_memory": False}
+    config = TransferQueueConfig(num_storage_units=1, capacity_mb=2, segment_mb=1, **listen)
+    columns = [ColumnSpec(name="x", kind="dense", dtype="uint8", dims=(MIB + 64,))]
+
+    async def main(plane: LocalPlane) -> None:
+        async with await connect(plane.descriptor) as client:
+            for _ in range(3):
+                draft = await client.alloc(columns, 1, timeout_s=10)
+                draft["x"][:] = 1
+                del draft
+
+    with start_local_plane(config) as plane:
+        asyncio.run(main(plane))
 
 
 def test_a_descriptor_that_was_read_has_the_text_that_was_written() -> None:

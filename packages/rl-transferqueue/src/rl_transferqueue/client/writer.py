@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from typing import TypeVar
 
 import msgspec
 
 from rl_protocol.batch.batch_data import BatchData
+from rl_protocol.batch.columns import AnyArray
 from rl_protocol.batch.schema import ColumnSpec
 from rl_protocol.errors import BatchError, PlaneLostError, PlaneTimeout
 from rl_protocol.wire import plan
@@ -28,11 +30,23 @@ T = TypeVar("T")
 
 
 class _ArenaDraft(Draft):
-    """A draft in the memory of a unit."""
+    """A draft in the memory of a unit, which is given back once the draft and all arrays made from
+    it are freed.
+    """
 
+    owner: Writer
     span: Span
     era: int
     """`ControlClient.era` when the span was reserved."""
+    on_freed: weakref.finalize[[asyncio.AbstractEventLoop, Span, int], AnyArray]
+
+    def close(self) -> None:
+        self.on_freed.detach()
+        super().close()
+
+    def discard(self) -> None:
+        self.on_freed.detach()
+        super().discard()
 
 
 class _WritesInFlight:
@@ -88,7 +102,7 @@ class Writer:
             The generations of the rows.
 
         Raises:
-            BatchError: the draft belongs to another plane, the batch fits no unit, or the earlier
+            BatchError: the draft belongs to another client, the batch fits no unit, or the earlier
                 try was another client's.
             ConflictError, CapacityTimeout: the controller's answer.
             PlaneTimeout, PlaneLostError: the deadline passed; the plane has ended.
@@ -110,11 +124,14 @@ class Writer:
     ) -> Draft:
         """A draft in the memory of a unit; see DataPlane.alloc."""
         header, offsets = plan_columns(columns, rows, lengths)
+        loop = asyncio.get_running_loop()
 
         async def make(span: Span, era: int) -> Draft:
             memory = self._memory.draft(span, header.payload)
+            on_freed = weakref.finalize(memory, self._draft_freed, loop, span, era)
+            on_freed.atexit = False
             draft = _ArenaDraft(header, offsets, memory, lambda: self._give_back(span, era))
-            draft.span, draft.era = span, era
+            draft.owner, draft.span, draft.era, draft.on_freed = self, span, era, on_freed
             return draft
 
         return await self._with_room(header.payload, deadline, make)
@@ -156,8 +173,8 @@ class Writer:
         return await self._with_room(spec.payload, deadline, write, ended)
 
     async def _commit_draft(self, request: Commit, draft: Draft, deadline: float) -> tuple[int, ...]:
-        if not isinstance(draft, _ArenaDraft):
-            raise BatchError("A draft can only be put into the plane that made it.")
+        if not isinstance(draft, _ArenaDraft) or draft.owner is not self:
+            raise BatchError("A draft can only be put by the client whose alloc made it; alloc one with this client.")
         batch = draft.batch()
         nbytes = batch.nbytes
         try:
@@ -279,6 +296,11 @@ class Writer:
         left = seconds_until(deadline)
         request = Reserve(nbytes, left)
         return (await self._controller.call(request, Reserved, left + SERVER_GRACE_S, takes=True)).span
+
+    def _draft_freed(self, loop: asyncio.AbstractEventLoop, span: Span, era: int) -> None:
+        """Runs in a finalizer in any thread, so it must not block or raise."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed; the memory ends with the session
+            loop.call_soon_threadsafe(self._give_back, span, era)
 
     def _give_back(self, span: Span, era: int) -> None:
         if not self._closed and era == self._controller.era:
