@@ -152,6 +152,14 @@ def test_when_all_fail_one_that_can_not_resume_either_is_quarantined() -> None:
     assert receivers[0].admitting
 
 
+def test_what_a_source_raises_is_raised_as_it_is_and_all_resume() -> None:
+    sender, receivers, manager = system(None, None, sender=Fault(send=ValueError("no gradient")))
+    with pytest.raises(ValueError, match="no gradient"):
+        asyncio.run(manager.update_weights(1))
+    assert sender.calls == ["send", "abort"]
+    assert all(receiver.admitting for receiver in receivers)
+
+
 def test_a_bug_in_a_handle_flies_and_all_resume() -> None:
     sender, receivers, manager = system(None, Fault(receive=ZeroDivisionError()))
     with pytest.raises(ZeroDivisionError):

@@ -13,7 +13,7 @@ from rl_ckpt_engine.endpoints.sender import FollowerEndpoint, SendAck, SenderHan
 from rl_ckpt_engine.payload.manifest import Manifest
 from rl_ckpt_engine.sync.peer_calls import Outcome, call_all, call_one, format_failures
 from rl_ckpt_engine.sync.process_groups import LocalReceive, ReceiveStrategy
-from rl_protocol.errors import RLError, WeightSyncError
+from rl_protocol.errors import WeightSyncError
 
 _log = logging.getLogger(__name__)
 _SENDER = "the sender"
@@ -183,7 +183,7 @@ class SyncRound:
                 }
                 for rank in self._followers:
                     tasks.create_task(rank.follow(limit))
-        except* (RLError, TimeoutError, OSError) as failed:
+        except ExceptionGroup as failed:  # the first to fail: the others were cancelled because of it
             raise failed.exceptions[0] from None
         self._local = {name: Manifest.decode(task.result().manifest) for name, task in local.items()}
         return sending.result()
