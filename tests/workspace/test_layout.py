@@ -62,6 +62,7 @@ def test_a_member_has_its_papers(member: Path):
     package = member / "src" / import_name(member)
     wanted = [member / "README.md", member / "CHANGELOG.md", package / "py.typed", package / "__init__.py"]
     assert [short(path) for path in wanted if not path.is_file()] == []
+    assert (member / "LICENSE").read_text() == (ROOT / "LICENSE").read_text(), "the build puts it into the wheel"
     facts = project(member)
     assert facts["license"] == "Apache-2.0"
     assert facts["readme"] == "README.md"

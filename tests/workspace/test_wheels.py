@@ -82,6 +82,7 @@ def test_every_member_has_a_wheel_with_types_and_nothing_else(wheels: dict[str, 
         with zipfile.ZipFile(wheel) as archive:
             files = archive.namelist()
         assert f"{package}/py.typed" in files
+        assert f"{package}-{version(name)}.dist-info/licenses/LICENSE" in files
         assert {f.split("/")[0] for f in files} == {package, f"{package}-{version(name)}.dist-info"}
 
 
