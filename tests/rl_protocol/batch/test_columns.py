@@ -148,6 +148,8 @@ def test_ragged_refuses_rows_that_do_not_fit():
         ragged([[1.0]], "bfloat16")
     with pytest.raises(SchemaError, match=r"Row 0 of a ragged uint8 column: values -1\.\.300 do not fit"):
         ragged([[300, -1]], "uint8")
+    with pytest.raises(SchemaError, match="Row 1 of a ragged int32 column must have one shape"):
+        ragged([[[1, 2]], [[3], [4, 5]]], "int32")
     with pytest.raises(SchemaError, match="the scalar 3"):
         ragged([3], "int32")
     with pytest.raises(SchemaError, match="Row 0"):
@@ -171,8 +173,12 @@ def test_dense_refuses_what_it_can_not_store():
         dense(["a", "b"])
     with pytest.raises(SchemaError, match="can't be stored"):
         dense(np.zeros(2, ">f4"))
-    with pytest.raises(SchemaError, match="bfloat16 column must be stored as uint16; got float32"):
+    with pytest.raises(SchemaError, match="dense column must have one shape"):
+        dense([[1, 2], [3]])
+    with pytest.raises(SchemaError, match="stored as uint16; got float32: numpy lacks bfloat16: give its bits"):
         dense(np.zeros(2, np.float32), "bfloat16")
+    with pytest.raises(SchemaError, match=r"stored as float32; got float64: convert them with astype\('float32'\)"):
+        dense([1.0], "float32")
 
 
 def test_objects_that_msgpack_can_not_say_are_refused_by_row():

@@ -91,7 +91,8 @@ def gather_ranges(offsets: Offsets, rows: npt.NDArray[np.int64]) -> tuple[npt.ND
 def _check_storage(values: AnyArray, dtype: str) -> AnyArray:
     want = storage_dtype(dtype)
     if values.dtype != want:
-        raise SchemaError(f"Values of a {dtype} column must be stored as {want.name}; got {values.dtype.name}.")
+        do = f"convert them with astype({want.name!r})" if want.name == dtype else f"numpy lacks {dtype}: give its bits"
+        raise SchemaError(f"Values of a {dtype} column must be stored as {want.name}; got {values.dtype.name}: {do}.")
     return frozen(values)
 
 
@@ -330,8 +331,12 @@ def column_type(column: Column) -> ColumnType:
 
 
 def dense(values: AnyArray | Sequence[Any], dtype: str | None = None) -> DenseColumn:
-    """A dense column from an array [N, *dims]; `dtype` names a type numpy lacks (bfloat16, fp8)."""
-    array = np.asarray(values)
+    """A dense column from an array [N, *dims]; `dtype` names a type numpy lacks (bfloat16, fp8).
+
+    Raises:
+        SchemaError: the rows differ in shape, or the array has a type that can't be stored.
+    """
+    array = _as_array(values, "The values of a dense column")
     return DenseColumn(array, dtype_name(array) if dtype is None else dtype)
 
 
@@ -369,9 +374,16 @@ def _ragged_first(row: AnyArray, ragged_dim: int, number: int) -> AnyArray:
     return np.moveaxis(row, ragged_dim, 0) if ragged_dim else row  # moveaxis takes longer than all else here
 
 
+def _as_array(values: AnyArray | Sequence[Any], where: str) -> AnyArray:
+    try:
+        return np.asarray(values)
+    except ValueError as error:  # nested lists of different lengths
+        raise SchemaError(f"{where} must have one shape in all dimensions: {error}") from error
+
+
 def _as_storage(row: AnyArray | Sequence[Any], store: np.dtype[np.generic], where: str) -> AnyArray:
     """The row in its storage dtype. Floats may lose precision; no other value may change."""
-    array = np.asarray(row)
+    array = _as_array(row, where)
     if array.ndim < 1:
         raise SchemaError(f"{where} must be a sequence of elements; got the scalar {row!r}.")
     if array.dtype == store or array.size == 0:
