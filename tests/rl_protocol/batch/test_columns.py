@@ -146,6 +146,8 @@ def test_ragged_refuses_rows_that_do_not_fit():
         ragged([[1], [1.5]], "int32")
     with pytest.raises(SchemaError, match="Row 0 of a ragged bfloat16 column"):
         ragged([[1.0]], "bfloat16")
+    with pytest.raises(SchemaError, match="ragged float8_e5m2 column must be an array of its elements' bits in uint8"):
+        ragged([[1, 2]], "float8_e5m2")  # not 1.0 and 2.0, whose bits are 60 and 64
     with pytest.raises(SchemaError, match=r"Row 0 of a ragged uint8 column: values -1\.\.300 do not fit"):
         ragged([[300, -1]], "uint8")
     with pytest.raises(SchemaError, match="Row 1 of a ragged int32 column must have one shape"):

@@ -354,7 +354,7 @@ def ragged(rows: Sequence[AnyArray | Sequence[Any]], dtype: str, ragged_dim: int
     arrays = [
         row
         if isinstance(row, np.ndarray) and row.dtype == store and row.ndim
-        else _as_storage(row, store, f"Row {i} of a ragged {dtype} column")
+        else _as_storage(row, store, f"Row {i} of a ragged {dtype} column", bits=store.name != dtype)
         for i, row in enumerate(rows)
     ]
     arrays = [a if a.shape == (0,) else _ragged_first(a, ragged_dim, i) for i, a in enumerate(arrays)]
@@ -381,13 +381,17 @@ def _as_array(values: AnyArray | Sequence[Any], where: str) -> AnyArray:
         raise SchemaError(f"{where} must have one shape in all dimensions: {error}") from error
 
 
-def _as_storage(row: AnyArray | Sequence[Any], store: np.dtype[np.generic], where: str) -> AnyArray:
-    """The row in its storage dtype. Floats may lose precision; no other value may change."""
+def _as_storage(row: AnyArray | Sequence[Any], store: np.dtype[np.generic], where: str, *, bits: bool) -> AnyArray:
+    """The row in its storage dtype. Floats may lose precision; no other value may change. With
+    `bits` an element is its bits, and numbers of other types are none.
+    """
     array = _as_array(row, where)
     if array.ndim < 1:
         raise SchemaError(f"{where} must be a sequence of elements; got the scalar {row!r}.")
     if array.dtype == store or array.size == 0:
         return array.astype(store, copy=False)
+    if bits:
+        raise SchemaError(f"{where} must be an array of its elements' bits in {store.name}; got {array.dtype.name}.")
     if array.dtype.kind not in "biuf" or (array.dtype.kind == "f" and store.kind in "iu"):
         raise SchemaError(f"{where} is stored as {store.name} and can't take {array.dtype.name} values.")
     out = array.astype(store)
