@@ -234,6 +234,29 @@ def test_one_string_is_not_taken_for_the_names_of_its_characters(plane: LocalPla
     asyncio.run(main())
 
 
+OTHER_TYPES: dict[str, tuple[Any, str]] = {
+    "key": (lambda plane: plane.put("p", ["a", 1], tags=[{}] * 2), "keys must be a sequence of strings; got 1 in it"),
+    "field": (lambda plane: plane.list_rows("p", fields=[None]), "fields must be a sequence of strings; got None"),
+    "bytes": (lambda plane: plane.clear("p", [b"a"]), "keys must be a sequence of strings; got b'a'"),
+    "tag": (lambda plane: plane.put("p", ["a"], tags=[{1: 2}]), "name of a tag must be a string; got 1 in row 'a'"),
+    "tags": (lambda plane: plane.put("p", ["a", "b"], tags=[{1: 2}] * 2), "must be a string; got 1 in row 'a'"),
+    "filter": (lambda plane: plane.list_rows("p", where={"n": [1]}), r"can't be selected by tag 'n': .* got \[1\]"),
+    "filter-name": (lambda plane: plane.list_rows("p", where={1: 1}), "can't be selected by tag 1: a name is a string"),
+}
+
+
+@pytest.mark.parametrize("call", OTHER_TYPES)
+def test_names_and_tags_of_other_types_are_named(plane: LocalPlane, call: str) -> None:
+    refused, wrong = OTHER_TYPES[call]
+
+    async def main() -> None:
+        async with await connect(plane.descriptor) as client:
+            with pytest.raises(BatchError, match=wrong):
+                await refused(client)
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize(
     ("data", "tags", "wrong"),
     [

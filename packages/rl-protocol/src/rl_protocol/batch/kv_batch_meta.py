@@ -26,8 +26,10 @@ def check_tag(key: str, name: str, value: object) -> Scalar:
     """Return the value if a tag may have it. NaN is illegal, because no read could select the row.
 
     Raises:
-        BatchError: the value is not legal; names row and tag.
+        BatchError: name or value are not legal; names row and tag.
     """
+    if not isinstance(cast(object, name), str):
+        raise BatchError(f"The name of a tag must be a string; got {name!r} in row {key!r}.")
     if not isinstance(value, _SCALARS) or isinstance(value, np.generic):
         raise BatchError(f"Tag {name!r} of row {key!r} must be a bool, int, float, str or None; got {value!r}.")
     if isinstance(value, float) and math.isnan(value):
@@ -39,9 +41,14 @@ def check_where(where: Mapping[str, Scalar]) -> dict[str, Scalar]:
     """Check the tags of a filter or an expectation.
 
     Raises:
-        BatchError: a value is NaN, which no tag equals.
+        BatchError: no tag can have such a name or value; names the tag.
     """
     for name, value in where.items():
+        if not isinstance(cast(object, name), str) or not isinstance(cast(object, value), _SCALARS):
+            raise BatchError(
+                f"Rows can't be selected by tag {name!r}: a name is a string, and a value a bool, int, float, str or "
+                f"None; got {value!r}."
+            )
         if isinstance(value, float) and math.isnan(value):
             raise BatchError(f"Rows can't be selected by tag {name!r}: it is NaN, which no tag equals; leave it out.")
     return dict(where)

@@ -504,7 +504,12 @@ def _names(what: str, names: Sequence[str]) -> tuple[str, ...]:
     """The names; a string would be a sequence of its characters."""
     if isinstance(names, str):
         raise BatchError(f"{what} must be a sequence of strings; got one string, {names!r}: put it in a list.")
-    return tuple(names)
+    listed = tuple(names)
+    for kind in set(map(type, listed)):  # a check of each name would take as long as the rest of a put
+        if not issubclass(kind, str):
+            other = next(name for name in listed if type(name) is kind)
+            raise BatchError(f"{what} must be a sequence of strings; got {other!r} in it.")
+    return listed
 
 
 def _check_put(

@@ -42,7 +42,7 @@ def to_columns(keys: Sequence[str], tags: Sequence[Tag]) -> tuple[TagColumn, ...
 
 def _checked(keys: Sequence[str], name: str, values: tuple[Scalar, ...]) -> tuple[Scalar, ...]:
     """The values of one tag, checked."""
-    if not set(map(type, values)) <= _ALWAYS_LEGAL:
+    if type(name) is not str or not set(map(type, values)) <= _ALWAYS_LEGAL:
         for key, value in zip(keys, values, strict=True):
             check_tag(key, name, value)
     return values
