@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -60,6 +60,33 @@ def arena_of(descriptor: PlaneDescriptor, array: np.ndarray) -> bool:
         if base <= address(array) < base + unit.arena_bytes:
             return True
     return False
+
+
+# --------------------------------------------------------------------------------
+# Event loops
+@pytest.mark.parametrize("stopped", [True, False], ids=["stopped loop", "running loop"])
+def test_a_client_of_another_event_loop_says_so_in_every_call(plane: LocalPlane, stopped: bool) -> None:
+    calls: list[Callable[[Client], Awaitable[object]]] = [
+        lambda client: client.list_rows("p"),
+        lambda client: client.put("p", ["a"], tags=[{}]),
+        lambda client: client.wait_ready("p", count=1, timeout_s=60),
+        lambda client: client.get(KVBatchMeta(partition="p", keys=("a",)), []),
+        lambda client: client.close(),
+    ]
+
+    async def use(client: Client) -> None:
+        for call in calls:
+            with pytest.raises(PlaneLostError, match="belongs to the event loop that ran when it connected"):
+                await call(client)
+
+    with asyncio.Runner() as runner:
+        client = runner.run(connect(plane.descriptor))
+        if stopped:
+            asyncio.run(use(client))
+        else:
+            runner.run(asyncio.to_thread(asyncio.run, use(client)))
+        assert runner.run(client.list_rows("p")).keys == ()
+        runner.run(client.close())
 
 
 # --------------------------------------------------------------------------------

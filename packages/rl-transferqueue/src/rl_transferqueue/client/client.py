@@ -135,7 +135,7 @@ class Client(DataPlane):
     every call, also those under way, raises PlaneLostError. If one of several units ends, only
     reads of rows in it fail, with DataLostError. Where the controller can have a successor
     (`start_local_plane(successor_s=)`), calls wait for it instead. In a forked process every call
-    raises PlaneLostError: connect again there.
+    raises PlaneLostError: connect again there. So it does in another event loop.
 
     `get` returns views of shared memory if its rows lie side by side in one block. Views never
     change, and they keep their block from being reused: while memory is scarce, hold them briefly,
@@ -369,11 +369,12 @@ class Client(DataPlane):
             flush_s: seconds that the controller has to acknowledge the end.
 
         Raises:
-            PlaneLostError: in a forked process; the session is the parent's.
+            PlaneLostError: in a forked process; the session is the parent's. In another event loop.
         """
         self._controller.check_process()
         if self._closed:
             return
+        self._controller.check_loop()
         self._closed = True
         if self._search is not None:
             self._search.cancel()

@@ -38,6 +38,10 @@ _TURN_S = 1e-3
 """How long answers that come at once may keep the loop from others."""
 CLOSED = "This client is closed; connect again."
 FORKED = "A client of the data plane does not survive a fork; connect again in this process."
+OTHER_LOOP = (
+    "A client of the data plane belongs to the event loop that ran when it connected; connect in this loop, or use "
+    "connect_blocking."
+)
 
 
 class Call(NamedTuple):
@@ -106,7 +110,7 @@ class ControlClient:
 
         Raises:
             BatchError: the message can't be encoded; nothing was sent.
-            PlaneLostError: the plane is gone, or the client is closed or of another process.
+            PlaneLostError: see `check`.
         """
         self.check()
         call = Call(self.tell(body), asyncio.Future(loop=self._loop), body)
@@ -188,8 +192,11 @@ class ControlClient:
         self._moved = nbytes if self._moved is None else self._moved + nbytes
 
     def check(self) -> None:
-        """Raise PlaneLostError if the client is closed or of another process, or the plane gone."""
+        """Raise PlaneLostError if the client is closed or of another process or event loop, or the
+        plane gone.
+        """
         self.check_process()
+        self.check_loop()
         if self._ending:
             raise PlaneLostError(CLOSED)
         if self._lost is not None:
@@ -199,6 +206,11 @@ class ControlClient:
         """Raise PlaneLostError if this process is not the one that connected."""
         if os.getpid() != self._process:
             raise PlaneLostError(FORKED)
+
+    def check_loop(self) -> None:
+        """Raise PlaneLostError if the running event loop is not the one that connected."""
+        if asyncio.get_running_loop() is not self._loop:
+            raise PlaneLostError(OTHER_LOOP)
 
     def lose(self, message: str) -> None:
         """The server is gone: every call, now and later, raises PlaneLostError."""
