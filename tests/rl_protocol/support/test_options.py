@@ -57,6 +57,19 @@ def test_a_value_of_another_type_is_refused(kind, values, message):
     assert str(caught.value) == message
 
 
+def test_the_docstring_has_the_help_of_each_own_option():
+    class Warm(Optim):
+        """A schedule.
+
+        >>> Warm.__name__
+        'Warm'
+        """
+
+        warmup: int = option(0, "steps of warm-up")
+
+    assert Warm.__doc__ == "A schedule.\n\n>>> Warm.__name__\n'Warm'\n\nOptions:\n    warmup: steps of warm-up"
+
+
 def test_numbers_of_numpy_and_integers_for_numbers_are_accepted():
     assert Optim(lr=1, decay=np.float32(0.5), steps=np.int64(2)).lr == 1
 

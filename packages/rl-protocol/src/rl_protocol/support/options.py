@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import math
 import numbers
 import typing
@@ -194,8 +195,16 @@ class Options:
     """Base of a dataclass of options, which are checked when it is built.
 
     Keys in messages start with the path of the group that `build` was given; they are plain names
-    without it.
+    without it. `help()` of the class has the help of each option.
     """
+
+    def __init_subclass__(cls) -> None:
+        """Add the options to the docstring."""
+        super().__init_subclass__()
+        fields = {name: value for name, value in vars(cls).items() if isinstance(value, dataclasses.Field)}
+        if cls.__doc__ is not None and fields:  # without docstrings under python -OO
+            options = (f"    {name}: {spec_of(field).help}" for name, field in fields.items())
+            cls.__doc__ = "\n".join([inspect.cleandoc(cls.__doc__), "", "Options:", *options])
 
     def __post_init__(self) -> None:
         path = _PATH.get()
