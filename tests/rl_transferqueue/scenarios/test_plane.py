@@ -130,7 +130,7 @@ def test_the_memory_of_a_view_is_not_used_again_before_it_is_gone() -> None:
             for value in range(2, 12):
                 await writer.put("q", names(4), rows_of(value, 4, MIB // 2))
                 assert (view == 1).all()
-            with pytest.raises(CapacityTimeout):
+            with pytest.raises(CapacityTimeout, match=r"not enough became free within 0\.05 s\."):
                 await writer.put("r", names(4), rows_of(9, 4, MIB + 64), timeout_s=0.05)
             await writer.clear("q")
             assert (await writer.stats()).bytes_used == MIB

@@ -150,14 +150,14 @@ class RowLoads:
         """The error of a read that waited `timeout_s` seconds for a load."""
         if load.puts is None or load.reading:
             return PlaneTimeout(
-                f"Rows of partition {partition!r} were not read from the journal of the data plane within {timeout_s:.3g} s: its disk is "
+                f"Rows of partition {partition!r} were not read from the journal of the data plane within {round(timeout_s, 3):g} s: its disk is "
                 "slow or busy. Raise TransferQueueConfig.timeout_s, or set TransferQueueConfig.journal_dir to a faster disk."
             )
         sizes = self._sizes(load, load.puts)
         following = sizes[-1] if sizes else 0
         return CapacityTimeout(
             f"A read of rows of partition {partition!r} that are on the disk alone needs {following} bytes in one piece for the next of {len(sizes)} "
-            f"puts ({sum(sizes)} bytes in all), and not enough became free within {timeout_s:.3g} s: {self.capacity.room()}. {held} "
+            f"puts ({sum(sizes)} bytes in all), and not enough became free within {round(timeout_s, 3):g} s: {self.capacity.room()}. {held} "
             "Drop batches that are done with, read fewer rows at a time, or raise TransferQueueConfig.capacity_mb."
         )
 

@@ -241,7 +241,8 @@ class Capacity:
         largest = max((unit.largest for unit in self._free.values()), default=0)
         return CapacityTimeout(
             f"A put needs {rounded(nbytes)} bytes; the storage units have {free} of {self.total} bytes available, {largest} in one piece, "
-            f"and not enough became free within {timeout_s:g} s. {held} Clear rows that are done with, or raise TransferQueueConfig.capacity_mb."
+            f"and not enough became free within {round(timeout_s, 3):g} s. {held} Clear rows that are done with, or raise "
+            "TransferQueueConfig.capacity_mb."
         )
 
     def room(self) -> str:
