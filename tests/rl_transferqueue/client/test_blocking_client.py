@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from forked import in_a_fork
 
-from rl_protocol import BatchData, MissingDataError, PlaneTimeout, dense
+from rl_protocol import BatchData, MissingDataError, PlaneLostError, PlaneTimeout, dense
 from rl_protocol.testing.memory_data_plane import MemoryDataPlane
 from rl_transferqueue import BlockingPlane, LocalPlane, Portal, connect, connect_blocking, portal
 from rl_transferqueue.client import blocking_client
@@ -38,6 +38,13 @@ def test_every_method_works_without_async(plane: LocalPlane) -> None:
         client.wait_ready("p", count=1, timeout_s=0.01)
     client.close()
     client.close()
+
+
+def test_with_closes_the_client_as_async_with_does(plane: LocalPlane) -> None:
+    with connect_blocking(plane.descriptor) as client:
+        assert client.list_rows("p").keys == ()
+    with pytest.raises(PlaneLostError, match="closed"):
+        client.list_rows("p")
 
 
 def test_any_data_plane_can_be_made_blocking() -> None:

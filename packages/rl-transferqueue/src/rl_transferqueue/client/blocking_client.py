@@ -9,7 +9,8 @@ import os
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from types import TracebackType
+from typing import Any, NoReturn, ParamSpec, Self, TypeVar
 
 from rl_protocol.errors import PlaneLostError
 from rl_protocol.ports import DataPlane
@@ -112,8 +113,8 @@ def portal() -> Portal:
 class BlockingPlane:
     """A DataPlane with blocking methods, for any thread but the portal's.
 
-    Arguments, results and errors are those of the async methods. It does not survive a fork, and
-    can't be pickled: connect again in the new process.
+    Arguments, results and errors are those of the async methods, and `with` closes it. It does not
+    survive a fork, and can't be pickled: connect again in the new process.
     """
 
     def __init__(self, plane: DataPlane, loop_thread: Portal) -> None:
@@ -133,6 +134,14 @@ class BlockingPlane:
         self.stats = loop_thread.blocking(plane.stats)
         self.traffic = plane.traffic
         self.close = loop_thread.blocking(plane.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
