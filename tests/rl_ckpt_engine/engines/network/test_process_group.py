@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 
 import msgspec
@@ -38,6 +40,35 @@ def test_leaving_a_group_does_not_wait_for_its_destructor():
     assert ended.wait(60)
     group.leave()
     assert seen == ["abort"]
+
+
+CLOSED_AT_THE_END = """
+import asyncio
+from rl_ckpt_engine.engines.network.torch_group import GlooEngine
+
+async def join():
+    sender, receiver = GlooEngine(), GlooEngine()
+    topology = GlooEngine.build_topology(sender.prepare(), [receiver.prepare()])
+    for engine, place in ((sender, topology.sender), (receiver, topology.receivers[0])):
+        engine.init_process_group(place)
+    await asyncio.gather(sender.join(timeout_s=60), receiver.join(timeout_s=60))
+    return sender, receiver
+
+for engine in asyncio.run(join()):
+    engine.close()
+"""
+
+
+def test_a_process_that_closes_its_engines_at_its_end_exits_with_status_0():
+    """The groups are destroyed in threads; the interpreter would stop those within C++."""
+    done = subprocess.run([sys.executable, "-c", CLOSED_AT_THE_END], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_member_without_a_group_says_what_the_manager_needs():
+    group = ProcessGroup("127.0.0.1", GlooCollective(), abandoned=lambda: None)
+    with pytest.raises(WeightSyncError, match=r"if it has the engine's class: .*registry\.resolve\(config\)"):
+        group.require()
 
 
 def test_the_sender_listens_at_its_address_and_receivers_find_the_way_there():

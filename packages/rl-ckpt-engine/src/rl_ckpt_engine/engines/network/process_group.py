@@ -11,11 +11,13 @@ digest of random numbers of the members.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import errno
 import secrets
 import socket
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -34,6 +36,8 @@ from rl_protocol.errors import ConfigError, WeightSyncError
 from rl_protocol.support.network_interface import NetworkInterface, find_interface, interface_towards
 
 _ABORT_S = 5.0
+_ending: set[threading.Thread] = set()
+"""Threads that destroy groups which were left."""
 T = TypeVar("T")
 
 
@@ -181,7 +185,10 @@ class ProcessGroup:
             WeightSyncError: it is not.
         """
         if self._group is None:
-            raise WeightSyncError("This member has no group, or its group failed; a new one must be formed.")
+            raise WeightSyncError(
+                "This member has no process group, or its group failed. The manager forms groups if it has the engine's class: "
+                "CheckpointEngineManager(sender, receivers, config, registry.resolve(config))."
+            )
 
     async def broadcast(self, buckets: Sequence[Bucket], deadline: Deadline) -> AsyncGenerator[None]:
         """Broadcast the buckets; yields after each while the next one is running.
@@ -213,12 +220,15 @@ class ProcessGroup:
         """Abort the group; a group that failed is never reused.
 
         The destructor of a gloo group waits for a broadcast that begins during the abort, until the
-        timeout of the group. So the last reference is that of a thread for which nobody waits.
+        timeout of the group. So the last reference is that of a thread for which only the end of
+        the process waits, and not for long.
         """
         if self._group is not None:
             aborted = threading.Event()
             ending = threading.Thread(target=_abort, args=(self._group, aborted), name="rl-ckpt-abort", daemon=True)
             self._group = None
+            _ending.difference_update([thread for thread in _ending if not thread.is_alive()])
+            _ending.add(ending)
             ending.start()
             aborted.wait(_ABORT_S)
 
@@ -309,3 +319,11 @@ def _abort(group: Any, aborted: threading.Event) -> None:
     with contextlib.suppress(RuntimeError):
         group.abort()
     aborted.set()
+
+
+@atexit.register
+def _await_ends() -> None:
+    """The interpreter would stop these threads within C++, which aborts the process."""
+    until = time.monotonic() + _ABORT_S
+    for thread in tuple(_ending):
+        thread.join(max(0.0, until - time.monotonic()))
