@@ -108,3 +108,15 @@ def test_processes_of_an_engine_are_its_own_also_in_a_placement_group_of_ray():
 def test_a_part_of_the_memory_that_is_none_is_refused(part):
     with pytest.raises(ConfigError, match=r"gpu_memory_utilization must be in \(0, 1\]; got"):
         VLLMConfig(model_path="m", gpu_memory_utilization=part)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"dtype": "auto"}, "dtype must be one of float32, bfloat16, float16; got 'auto'"),
+        ({"logprobs_mode": "raw"}, "logprobs_mode must be one of raw_logprobs, processed_logprobs; got 'raw'"),
+    ],
+)
+def test_a_setting_with_other_values_is_refused_before_vllm_starts(setting, message):
+    with pytest.raises(ConfigError, match=message):
+        VLLMConfig(model_path="m", **setting)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from rl_protocol.errors import ConfigError
 from rl_rollout_vllm.availability import Device
@@ -91,6 +91,9 @@ class VLLMConfig:
 
     def __post_init__(self) -> None:
         _require(bool(self.model_path), "model_path", "a folder", self.model_path)
+        for name, kind in (("dtype", Precision), ("logprobs_mode", LogprobsMode)):
+            values, value = get_args(kind), getattr(self, name)
+            _require(value in values, name, f"one of {', '.join(values)}", value)
         for name in ("max_model_len", "kv_cache_bytes", "max_logprobs"):
             _require(getattr(self, name) >= 0, name, "at least 0", getattr(self, name))
         utilization = self.gpu_memory_utilization

@@ -37,8 +37,8 @@ class VLLMRolloutEngine:
     Requests that arrive during an update wait until the new weights are loaded and verified.
 
     Lifecycle: the constructor starts the process and returns when it answers; `close` ends it.
-        Calls
-    may come from any thread and event loop: they are passed to a loop in the engine's own thread.
+    Calls may come from any thread and event loop: they are passed to a loop in the engine's own
+    thread.
 
     Args:
         config: see VLLMConfig.
