@@ -234,3 +234,8 @@ def test_pickling_need_not_copy_the_buffers():
 def test_pickling_a_slice_carries_its_rows_alone():
     whole = BatchData({"x": dense(np.zeros((1000, 100)))})
     assert len(pickle.dumps(whole.slice(3, 4))) < 2000
+
+
+def test_a_batch_has_no_negative_number_of_rows():
+    with pytest.raises(SchemaError, match="can't have -1 rows"):
+        BatchData({}, -1)

@@ -180,3 +180,12 @@ def test_a_meta_without_tags_crosses_msgspec_with_generations_that_can_be_hashed
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(meta.without_tags()), type=KVBatchMeta)
     assert again == meta.without_tags()
     assert hash(again.generations) == hash((5, 6))
+
+
+def test_lists_of_names_are_taken_and_one_string_is_refused():
+    meta = KVBatchMeta(partition="p", keys=["a", "b"], fields=["x"])  # type: ignore[arg-type]
+    assert meta == KVBatchMeta(partition="p", keys=("a", "b"), fields=("x",))
+    assert KVBatchMeta.concat(meta.chunk(2)) == meta
+    for names in ({"keys": "ab"}, {"keys": ("a",), "fields": "xy"}):
+        with pytest.raises(BatchError, match=r"must be a tuple; got one string, '(ab|xy)'"):
+            KVBatchMeta(partition="p", **names)  # type: ignore[arg-type]

@@ -74,3 +74,10 @@ def test_check_indices():
     for bad in ([1.0], [[0]], ["a"], [True], [2**70]):
         with pytest.raises(BatchError):
             check_indices(bad, 3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("weights", [[0.5, 0.7], [float("nan"), 1.0], ["1", "2"]], ids=str)
+def test_weights_that_are_no_integers_are_refused(weights: list[object]):
+    """Fractions below 1 would all weigh 0."""
+    with pytest.raises(BatchError, match="Weights must be integers, such as token counts; got"):
+        balanced_parts(weights, 2)  # type: ignore[arg-type]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -189,3 +191,25 @@ def test_rl_schemas_say_who_writes_what():
         assert isinstance(law, SameLength | LengthIsRuns | LengthIsSum | LengthIsProduct | DistinctIds)
         assert not set(PROMPT_SCHEMA.columns) & set(TRAJECTORY_SCHEMA.columns)
     assert prompt_partition("train") == "train/prompts"
+
+
+@pytest.mark.parametrize(
+    ("declared", "message"),
+    [
+        ({"kind": "dens"}, "kind of column 'x' must be one of dense, ragged, object; got 'dens'"),
+        ({"kind": "dense", "dims": (3, -1)}, r"dims of column 'x' must be integers >= 0; got \[3, -1\]"),
+        ({"kind": "dense", "dims": (1.5,)}, r"dims of column 'x' must be integers >= 0; got \[1\.5\]"),
+        ({"kind": "ragged", "dims": (3,), "ragged_dim": 2}, r"'x' with dims \[3\] must be in 0\.\.1; got 2"),
+        (
+            {"kind": "dense", "dims": (3,), "ragged_dim": 1},
+            r"dense column 'x' with dims \[3\] must be in 0\.\.0; got 1",
+        ),
+    ],
+)
+def test_a_column_that_can_not_be_is_refused_where_it_is_declared(declared: dict[str, Any], message: str):
+    with pytest.raises(SchemaError, match=message):
+        ColumnSpec(name="x", dtype="int64", **declared)
+
+
+def test_dims_may_be_a_list():
+    ColumnSpec(name="x", kind="dense", dtype="float64", dims=[2]).check(dense(np.zeros((1, 2))))  # type: ignore[arg-type]

@@ -46,6 +46,8 @@ class BatchData(RowOps):
                 )
         sizes = {name: len(column) for name, column in columns.items()}
         rows = num_rows if num_rows is not None else next(iter(sizes.values()), 0)
+        if rows < 0:
+            raise SchemaError(f"A batch can't have {rows} rows; num_rows must be >= 0.")
         for name, size in sizes.items():
             if size != rows:
                 first = next(iter(sizes))

@@ -111,7 +111,7 @@ class KVBatchMeta(RowOps):
     ([('a',), ('b',)], True)
 
     Raises:
-        BatchError: a key repeats, or there is not one tag per key.
+        BatchError: a key repeats, there is not one tag per key, or `keys` or `fields` is a string.
     """
 
     partition: str
@@ -129,6 +129,13 @@ class KVBatchMeta(RowOps):
     changes it. A tuple, or an equal `LazyRows`."""
 
     def __post_init__(self) -> None:
+        for name in ("keys", "tags", "fields", "generations"):
+            if isinstance(given := getattr(self, name), list):  # as decoders make it
+                object.__setattr__(self, name, tuple(cast("list[object]", given)))
+            elif isinstance(given, str):
+                raise BatchError(
+                    f"{name} of a KVBatchMeta must be a tuple; got one string, {given!r}: put it in a tuple."
+                )
         if len(set(self.keys)) != len(self.keys):
             seen: set[str] = set()
             twice = next(key for key in self.keys if key in seen or seen.add(key))
@@ -137,9 +144,6 @@ class KVBatchMeta(RowOps):
             raise BatchError(
                 f"A KVBatchMeta needs one tag per key or none at all; got {counted(len(self.keys), 'key')}, {counted(len(self.tags), 'tag')}."
             )
-        for name in ("tags", "generations"):
-            if isinstance(given := getattr(self, name), list):  # as decoders make it
-                object.__setattr__(self, name, tuple(cast("list[object]", given)))
         if self.generations and len(self.generations) != len(self.keys):
             raise BatchError(
                 f"A KVBatchMeta needs one generation per key or none at all; got {counted(len(self.keys), 'key')}, "

@@ -67,7 +67,10 @@ def balanced_parts(weights: Sequence[int] | npt.NDArray[np.integer], parts: int)
     [[0, 1], [2, 3]]
     """
     even_sizes(0, parts)
-    counts = np.asarray(weights, dtype=np.int64)
+    given = np.asarray(weights)
+    if given.size and given.dtype.kind not in "iub":
+        raise BatchError(f"Weights must be integers, such as token counts; got {given.dtype.name}.")
+    counts = given.astype(np.int64)
     if (counts < 0).any():
         raise BatchError(f"Weights must be >= 0; row {int(counts.argmin())} has {int(counts.min())}.")
     if parts == 1:

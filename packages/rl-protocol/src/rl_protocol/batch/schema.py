@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
+from typing import cast, get_args
 
 import numpy as np
 
@@ -27,6 +28,9 @@ class ColumnSpec:
         writer: the stage that writes the column.
         meaning: one line, with the unit.
         absence: what it means if a row lacks the column; empty: the column is required.
+
+    Raises:
+        SchemaError: no column can have this kind, element type, `dims` or `ragged_dim`.
     """
 
     name: str
@@ -39,8 +43,20 @@ class ColumnSpec:
     absence: str = ""
 
     def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise SchemaError(
+                f"The kind of column {self.name!r} must be one of {', '.join(get_args(Kind))}; got {self.kind!r}."
+            )
         if self.kind != "object":
             storage_dtype(self.dtype)
+        object.__setattr__(self, "dims", tuple(self.dims))  # a list would equal no column's
+        if not all(isinstance(cast(object, size), int | np.integer) and size >= 0 for size in self.dims):
+            raise SchemaError(f"The dims of column {self.name!r} must be integers >= 0; got {list(self.dims)}.")
+        most = len(self.dims) if self.kind == "ragged" else 0
+        if not 0 <= self.ragged_dim <= most:
+            raise SchemaError(
+                f"The ragged_dim of {self.kind} column {self.name!r} with dims {list(self.dims)} must be in 0..{most}; got {self.ragged_dim}."
+            )
 
     @property
     def type(self) -> ColumnType:
