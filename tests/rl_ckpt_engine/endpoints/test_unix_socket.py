@@ -103,6 +103,14 @@ def test_another_process_answers_and_leaves_no_socket(path: Path):
     assert not path.exists()
 
 
+def test_a_path_may_be_text(path: Path):
+    async def run() -> int:
+        async with serve(Adder(), str(path)):
+            return await (await connect(Adder, str(path))).add(1, 2)
+
+    assert asyncio.run(run()) == 3
+
+
 def test_calls_run_side_by_side(path: Path):
     async def run() -> list[int]:
         async with serve(Adder(), path):

@@ -345,7 +345,7 @@ def test_when_the_parent_dies_nothing_stays_behind(tmp_path: Path, how: str) -> 
 
 
 def test_close_ends_everything_and_may_be_called_twice(tmp_path: Path) -> None:
-    plane = start_local_plane(SMALL, tmp_path, log_dir=tmp_path / "logs")
+    plane = start_local_plane(SMALL, str(tmp_path), log_dir=str(tmp_path / "logs"))
     private = next(path for path in tmp_path.iterdir() if path.name != "logs")
     assert private.stat().st_mode & 0o777 == 0o700
     pids = plane.pids

@@ -52,7 +52,7 @@ class _Error(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 @asynccontextmanager
-async def serve(endpoint: Endpoint, path: Path) -> AsyncGenerator[None]:
+async def serve(endpoint: Endpoint, path: str | Path) -> AsyncGenerator[None]:
     """Answer calls of the endpoint's operations at `path` until the context ends.
 
     Calls that run at its end are cancelled.
@@ -65,7 +65,7 @@ async def serve(endpoint: Endpoint, path: Path) -> AsyncGenerator[None]:
     Raises:
         ConfigError: another process serves the path, it is no socket, or none can be made there.
     """
-
+    path = Path(path)
     running = set[asyncio.Task[None]]()
 
     def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -92,7 +92,7 @@ async def serve(endpoint: Endpoint, path: Path) -> AsyncGenerator[None]:
         await asyncio.gather(*running, return_exceptions=True)
 
 
-async def connect(endpoint: type[E], path: Path, *, name: str = "", timeout_s: float = 60.0) -> E:
+async def connect(endpoint: type[E], path: str | Path, *, name: str = "", timeout_s: float = 60.0) -> E:
     """A handle of the endpoint that another process serves at `path`, for the manager.
 
     Args:
@@ -106,6 +106,7 @@ async def connect(endpoint: type[E], path: Path, *, name: str = "", timeout_s: f
     Raises:
         WorkerDiedError: no process serves the path in time.
     """
+    path = Path(path)
     caller = _Caller(path, name or path.stem)
     try:
         async with asyncio.timeout(timeout_s):

@@ -73,9 +73,9 @@ class HostUnits:
 
 def start_host_units(
     config: TransferQueueConfig,
-    runtime_dir: Path | None = None,
+    runtime_dir: str | Path | None = None,
     *,
-    log_dir: Path | None = None,
+    log_dir: str | Path | None = None,
     start_timeout_s: float = 30.0,
 ) -> HostUnits:
     """Start storage units on this host, and wait until they serve.
@@ -103,7 +103,7 @@ def start_host_units(
     with contextlib.ExitStack() as undo:
         private = undo.enter_context(private_dir(runtime_dir))
         undo.callback(stop, children)
-        logs = log_dir or private
+        logs = Path(log_dir or private)
         logs.mkdir(parents=True, exist_ok=True)
         ports = [address.port and address.port + 2 * i for i in range(config.num_storage_units)]
         specs = unit_specs(config, private, address.host, ports, joins=True)

@@ -224,9 +224,9 @@ def check_plane(config: TransferQueueConfig) -> None:
 
 def start_local_plane(
     config: TransferQueueConfig,
-    runtime_dir: Path | None = None,
+    runtime_dir: str | Path | None = None,
     *,
-    log_dir: Path | None = None,
+    log_dir: str | Path | None = None,
     start_timeout_s: float = 30.0,
     hosts: int = 1,
     successor_s: float = 0.0,
@@ -270,7 +270,7 @@ def start_local_plane(
             descriptor = _descriptor(config, controller, units, threads.ready)
             return LocalPlane(config, descriptor, threads, private, undo.pop_all(), threads.ready[0].recovery)
         undo.callback(stop, children)
-        logs = log_dir or private
+        logs = Path(log_dir or private)
         logs.mkdir(parents=True, exist_ok=True)
         controller, units = _specs(config, private, hosts)
         if successor_s:

@@ -77,10 +77,10 @@ def unit_address(spec: UnitSpec, said: Ready) -> UnitAddress:
     )
 
 
-def private_dir(base: Path | None) -> AbstractContextManager[Path]:
+def private_dir(base: str | Path | None) -> AbstractContextManager[Path]:
     """A directory for sockets, removed on exit; directories left behind by killed planes are
     removed first."""
-    parent = Path(tempfile.gettempdir()) if base is None else base.absolute()
+    parent = Path(tempfile.gettempdir()) if base is None else Path(base).absolute()
     if not parent.is_dir():
         raise ConfigError(f"The runtime directory {parent} is not there; make it first.")
     if len(os.fsencode(parent / f"{RUNTIME_PREFIX}12345678" / "u255")) > _SOCKET_PATH_LIMIT:
