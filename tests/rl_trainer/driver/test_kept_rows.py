@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from pump_world import BATCH, N, World
 from replay_buffers import opened
 
-from rl_protocol import ConfigError, DataLostError, RowKey
+from rl_protocol import ConfigError, DataLostError, RolloutError, RowKey
 from rl_protocol.testing.memory_data_plane import MemoryDataPlane
 from rl_trainer.checkpoints.checkpoint_folder import newest_whole
+from rl_trainer.config import ReplayConfig
 from rl_trainer.driver.trainer_parts import KeepRows
 
 STEPS = 8
@@ -214,6 +215,37 @@ def test_a_group_of_which_a_row_was_lost_is_generated_again_as_it_was(tmp_path, 
         assert second.recovered.restarted == 1
         start = found.manifest.step if found else 0
         assert second.trained == straight[start:]
+        assert not await second.left()
+
+    asyncio.run(check())
+
+
+class FailingWorld(MortalWorld):
+    """A MortalWorld whose attempts at the prompt `failing` fail."""
+
+    failing = ""
+
+    async def generate(self, call):
+        await super().generate(call)
+        if self.failing in {prompt.lease.uid for prompt in call.prompts}:
+            raise RolloutError("Nobody answers.")
+
+
+@pytest.mark.parametrize(("bound", "end"), [(0, 40), (1, 40)])
+def test_a_kept_prompt_that_had_replaced_one_which_now_succeeds_is_discarded(tmp_path, bound, end):
+    async def check():
+        options = {"folder": tmp_path, "keep_rows": RUN, "save_freq": STEPS, "bound": bound, "deterministic": True}
+        options |= {"replay": ReplayConfig(on_failure="refill", max_attempts=1)}
+        first = FailingWorld(end=end, **options)
+        first.failing = "s2-1"
+        assert not await first.live(None)
+        assert f"s2-{BATCH}" in {uid for uid, _ in first.rolled}, "another prompt has replaced it"
+        second = MortalWorld(plane=first.plane, **options)
+        assert await second.live(None)
+        assert second.trained[1] == [f"s2-{i}" for i in range(BATCH)]
+        assert len(second.trained) == STEPS
+        counts = second.trainer.group_counts()
+        assert (counts.trained, counts.dropped, counts.held) == (STEPS * BATCH, 0, 0)
         assert not await second.left()
 
     asyncio.run(check())

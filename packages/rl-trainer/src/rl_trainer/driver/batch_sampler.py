@@ -150,6 +150,7 @@ class Sampler:
             sampled = await self._sample(turn)
             oldest = sampled.oldest
             if not sampled.stopped and (oldest is None or oldest >= self._oldest):
+                await self.rollouts.discard_unused(TRAIN_PARTITION, turn)
                 return sampled
             await self._drop(turn, sampled)
 

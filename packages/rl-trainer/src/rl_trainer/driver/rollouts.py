@@ -15,6 +15,7 @@ from rl_protocol.rl_columns import prompt_partition
 from rl_trainer.algorithms.staleness_policy import StalenessPolicy
 from rl_trainer.asyncio_tasks import deadline
 from rl_trainer.config import ReplayConfig
+from rl_trainer.data.prompt_draws import turn_of
 from rl_trainer.driver.batch_queue import MOST_STAGES
 from rl_trainer.driver.replica_gate import Permits, ReplicaGate
 from rl_trainer.driver.rollout_router import Router, num_sessions, roll_out
@@ -188,6 +189,16 @@ class Rollouts:
         if other:
             await self._buffers[name].discard(other)
         return {prompt.uid: group.version for prompt, group in found.items() if group.row == prompt.row}
+
+    async def discard_unused(self, name: str, turn: int) -> None:
+        """Discard the kept groups of a turn that was sampled: it has not rolled out their prompts,
+        such as those that had replaced others before the restart.
+        """
+        uids = [uid for partition, uid in self._kept if partition == name and turn_of(uid) == turn]
+        if uids:
+            self._kept = {key: group for key, group in self._kept.items() if key not in {(name, uid) for uid in uids}}
+            await self._buffers[name].discard(uids)
+            await self.plane.clear(prompt_partition(name), uids)
 
     def started(self, name: str) -> dict[int, int]:
         """The version that started the newest prompts of each turn of a partition, if any have
