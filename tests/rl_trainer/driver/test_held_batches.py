@@ -104,6 +104,39 @@ def test_a_restarted_run_trains_each_prompt_once_whatever_is_ready_first(
     assert not any(asyncio.run(worlds[-1].plane.stats()).rows.values())
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "kept"),
+    [
+        ({"bound": 3}, {"bound": 3, "depth": 1}, True),
+        ({"bound": 3}, {"bound": 2}, False),
+        ({"bound": 1}, {"bound": 0}, False),
+        ({"bound": 1}, {"bound": 2, "order": "ready_first"}, False),
+        ({"bound": 2, "order": "ready_first"}, {"bound": 2, "order": "ready_first", "when_stale": "drop"}, True),
+        ({"bound": 2, "order": "ready_first"}, {"bound": 1, "order": "ready_first", "depth": 1}, False),
+        ({"bound": 2, "order": "ready_first"}, {"bound": 2}, False),
+    ],
+)
+def test_a_run_that_is_resumed_with_other_async_options_keeps_the_batches_that_fit(
+    tmp_path, caplog, before, after, kept
+):
+    first = World(steps=STEPS, folder=tmp_path, faults={("update_actor", 2): RLError("killed")}, **before)
+    with pytest.raises(RLError, match="killed"):
+        first.fit()
+    checkpoint, _ = newest_whole(tmp_path)
+    held = {row for batch in checkpoint.held.batches for _, row in batch.prompts}
+    second = World(steps=STEPS, folder=tmp_path, **after).fit(checkpoint)
+    assert held.isdisjoint(row for _, row in second.rolled) == kept
+    assert ("do not fit" in caplog.text) != kept
+    assert max(ages(second), default=0) <= after["bound"]
+    of_prompts = [prompt for batch in checkpoint.held.batches for prompt in batch.prompts] if kept else []
+    worlds = [(first.rolled, first.trained[:2]), ([*of_prompts, *second.rolled], second.trained)]
+    trained = [dict(rows)[uid] for rows, batches in worlds for batch in batches for uid in batch]
+    assert sorted(trained) == sorted(PromptOrder(100, BATCH, 0).take(0, STEPS * BATCH))
+    counts = second.trainer.group_counts()
+    counts.check()
+    assert counts.held == 0
+
+
 def test_prompts_that_were_generated_again_keep_their_rows_and_their_order(tmp_path):
     """Their sessions have other numbers, since each is a second or third attempt."""
     replay = ReplayConfig(on_failure="refill", max_attempts=5)

@@ -145,6 +145,26 @@ class StalenessPolicy:
                 kept += 1
         return late
 
+    def all_in_time(self, turns: Mapping[int, int], done: int, version: int) -> bool:
+        """Whether all of these turns, which are sampled, can be trained in time.
+
+        >>> policy = StalenessPolicy(batch_size=2, max_staleness=1, depth=1)
+        >>> policy.all_in_time({4: 2, 5: 3}, done=3, version=3)
+        True
+        >>> policy.all_in_time({4: 3, 5: 2}, done=3, version=3)
+        False
+
+        Args:
+            turns: version of the oldest token of each.
+            done: steps that are done.
+            version: of the weights that the next step trains.
+        """
+        if self.order == "in_order":
+            return not any(
+                self.too_old(version + self.step_of(turn) - done - 1 - oldest) for turn, oldest in turns.items()
+            )
+        return not self.too_late(turns, version)
+
     def prompts_per_call(self, waiting: int) -> int:
         """How many of the waiting prompts of a step one permit is for."""
         return 1 if self.max_inflight else waiting

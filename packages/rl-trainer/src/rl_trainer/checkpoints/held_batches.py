@@ -8,7 +8,7 @@ held/
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
@@ -64,6 +64,18 @@ class HeldBatches(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     trajectories: tuple[SavedRows, ...]
     """All trajectories of the groups, also those without a score, which are not trained."""
     prompts: SavedRows
+    turns_per_step: int = 1
+    """Of the StalenessPolicy that numbered the turns."""
+
+    @property
+    def versions(self) -> Mapping[str, int]:
+        """Version of the oldest trajectory of each group, by uid."""
+        found: dict[str, int] = {}
+        for rows in self.trajectories:
+            for tag in rows.tags:
+                uid, version = str(tag["uid"]), int(tag["version"] or 0)
+                found[uid] = min(version, found.get(uid, version))
+        return found
 
     def fault(self, step: int, files: Collection[str]) -> str:
         """What contradicts a checkpoint of this step with these files; empty: nothing."""

@@ -12,6 +12,7 @@ import msgspec
 from rl_protocol import DataLostError, KVBatchMeta, RowKey, Tag
 from rl_protocol.ports import Lease, SessionResult, settle
 from rl_protocol.rl_columns import TRAIN_PARTITION, prompt_partition
+from rl_trainer.algorithms.staleness_policy import StalenessPolicy
 from rl_trainer.checkpoints.held_batches import HELD, HeldBatch, HeldBatches, SavedRows
 from rl_trainer.driver.batch_sampler import Sampled, Sampler
 from rl_trainer.driver.stage_calls import call
@@ -30,11 +31,13 @@ class BatchKeeper:
     Args:
         parts: of the run.
         sampler: samples its batches.
+        policy: which turns it samples.
     """
 
-    def __init__(self, parts: TrainerParts, sampler: Sampler) -> None:
+    def __init__(self, parts: TrainerParts, sampler: Sampler, policy: StalenessPolicy) -> None:
         self._parts = parts
         self._sampler = sampler
+        self._policy = policy
 
     async def hold(self, step: int, waiting: Mapping[int, Sampled]) -> HeldBatches | None:
         """Have the reward worker copy the rows of the batches that wait, by turn, after a step.
@@ -58,6 +61,7 @@ class BatchKeeper:
             prompts=SavedRows(
                 partition=prompt_partition(TRAIN_PARTITION), keys=tuple(uids), file="prompts.batch" if uids else ""
             ),
+            turns_per_step=self._policy.turns_per_step,
         )
         files = CopyRowsCall(rows=tuple(rows for rows in (*held.trajectories, held.prompts) if rows.file))
         try:
@@ -77,6 +81,29 @@ class BatchKeeper:
             metrics=sampled.metrics,
             scores=dict(sampled.scores),
         )
+
+    def usable(self, held: HeldBatches | None, version: int) -> HeldBatches | None:
+        """The batches, if they fit the AsyncConfig of this run, which may be another one than that
+        of the run before; None: they do not, or there are none.
+
+        `version` is that of the weights which the next step trains.
+        """
+        if held is None:
+            return None
+        versions, policy = held.versions, self._policy
+        oldest = {batch.turn: min(versions[uid] for uid in batch.uids) for batch in held.batches if batch.uids}
+        numbered = held.turns_per_step == policy.turns_per_step and (
+            policy.order != "in_order"
+            or all(batch.turn == held.step + i for i, batch in enumerate(held.batches, 1))  # with one prompt per step
+        )
+        if numbered and policy.all_in_time(oldest, held.step, version):
+            return held
+        logger.warning(
+            "The checkpoint of step %d has batches that were sampled with another AsyncConfig and do not fit this one: their prompts are "
+            "generated again.",
+            held.step,
+        )
+        return None
 
     async def restore(self, held: HeldBatches, checkpoint: Path, version: int) -> dict[int, Sampled]:
         """Put the rows back into the data plane, and take their groups to train `version`.
@@ -101,12 +128,11 @@ class BatchKeeper:
         """Add the groups to the replay buffer, and lease them with the version of their oldest
         trajectory.
         """
-        buffer, timeout_s = self._parts.buffers[TRAIN_PARTITION], self._parts.loop.stage_timeout_s
-        versions: dict[str, int] = {}
-        for rows in held.trajectories:
-            for tag in rows.tags:
-                uid, version = str(tag["uid"]), int(tag["version"] or 0)
-                versions[uid] = min(version, versions.get(uid, version))
+        buffer, timeout_s, versions = (
+            self._parts.buffers[TRAIN_PARTITION],
+            self._parts.loop.stage_timeout_s,
+            held.versions,
+        )
         by_version: defaultdict[int, list[str]] = defaultdict(list)
         for batch in held.batches:
             await buffer.add(batch.uids, [batch.sessions.get(uid, held.sessions) for uid in batch.uids])

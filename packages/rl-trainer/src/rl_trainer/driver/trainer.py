@@ -139,7 +139,7 @@ class PPOTrainer:
         self._version = 0
         self._critic_updates = 0
         self._kept = KeptRows(parts, self._rollouts)
-        self._keeper = BatchKeeper(parts, self._sampler)
+        self._keeper = BatchKeeper(parts, self._sampler, self._policy)
         self._batches = BatchQueue[Sampled](1, 0, self._longest_wait_s)
         self._restored: dict[int, Sampled] = {}
         self._side = SideValidation(self._longest_wait_s)
@@ -171,7 +171,7 @@ class PPOTrainer:
         self._critic_updates, self._rollouts.version = state.critic_updates, self._version
         held = checkpoint.held
         recovered = await self._kept.recover(state.step * self._policy.turns_per_step, held)
-        held = None if recovered.held else held
+        held = None if recovered.held else self._keeper.usable(held, self._version)
         drawn = {batch.turn: batch.places for batch in held.batches} if held else None
         self._sampler.draws.restore(state.prompts_taken, state.prompts_untrained, drawn)
         if state.prompt_order:
