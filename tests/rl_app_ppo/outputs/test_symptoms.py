@@ -143,6 +143,16 @@ def test_updates_that_are_skipped_are_a_symptom_at_once():
     assert "actor.optim.lr" in text
 
 
+def test_updates_of_the_critic_that_are_skipped_are_a_symptom_at_once():
+    skipped = {"critic/skipped_steps": 3.0, "critic/grad_norm": float("nan")}
+    assert found(skipped) == {"skipped critic updates"}
+    assert found(skipped | {"actor/skipped_steps": 1.0}) == {"skipped critic updates", "skipped updates"}
+    assert found({"critic/skipped_steps": 0.0}) == set()
+    text = symptoms(FIRST, [HEALTHY | skipped], tools=False)["skipped critic updates"]
+    assert text.startswith("3 mini-batches of the critic had a gradient that is not finite")
+    assert "critic.optim.lr" in text
+
+
 def test_tool_calls_that_fail_are_a_symptom_if_all_do_or_half_of_them_three_times_in_a_row():
     def step(calls, errors):
         return {"agent/tool_calls/max": 3.0, "agent/tool_calls/mean": calls, "agent/tool_errors/mean": errors}

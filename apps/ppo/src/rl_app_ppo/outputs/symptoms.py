@@ -106,6 +106,11 @@ def _of_step(metrics: Metrics, *, tools: bool) -> dict[str, str]:
             f"{skipped:.0f} mini-batches had a gradient that is not finite and changed no weight (actor/skipped_steps); lower "
             "actor.optim.lr, and look at the rewards of this step and at the weights in model.path"
         )
+    if skipped := metrics.get("critic/skipped_steps"):
+        found["skipped critic updates"] = (
+            f"{skipped:.0f} mini-batches of the critic had a gradient that is not finite and changed no weight (critic/skipped_steps); lower "
+            "critic.optim.lr, and look at the rewards of this step"
+        )
     if damaged := metrics.get("transfer_queue/damaged_blocks"):
         found["damaged memory"] = (
             f"{damaged:.0f} blocks of the data plane were damaged in memory, and read again from the journal (transfer_queue.verify); "
