@@ -12,10 +12,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pump_world import BATCH, World, ages
+from pump_world import BATCH, N, World, ages
 from resumable_run import Run
 
 from rl_protocol import DataLostError, RLError, RowKey, wire
+from rl_protocol.ports import SessionResult, settle
+from rl_protocol.testing.memory_data_plane import MemoryDataPlane
 from rl_trainer import PromptOrder
 from rl_trainer.checkpoints.checkpoint_folder import Checkpoint, inspect, newest_whole, step_name
 from rl_trainer.checkpoints.held_batches import INDEX
@@ -151,6 +153,65 @@ def test_prompts_that_were_generated_again_keep_their_rows_and_their_order(tmp_p
     assert sessions > {"0", "1"}
     second = World(**options).fit(checkpoint)
     assert done([first, second]) == World(bound=2, deterministic=True, steps=STEPS).fit().trained
+
+
+class StrayRows(MemoryDataPlane):
+    """Has a row of the first attempt at each prompt that was generated again, when it is listed."""
+
+    async def list_rows(self, partition, **more):
+        found = await super().list_rows(partition, **more)
+        again = (
+            [tag for tag in found.tags or () if tag.get("attempt") == 1] if partition == "train" and not more else []
+        )
+        for tag in again:
+            await self.put(partition, [f"{tag['uid']}/0/0"], None, tags=[{**tag, "attempt": 0}])
+        return await super().list_rows(partition, **more)
+
+
+def test_a_late_row_of_an_attempt_that_is_over_is_not_kept(tmp_path):
+    options = {"bound": 2, "deterministic": True, "folder": tmp_path, "steps": STEPS}
+    options |= {"replay": ReplayConfig(on_failure="refill", max_attempts=5)}
+    faults = {("rollout", number): RLError("late") for number in (9, 10, 15)}
+    first = World(plane=StrayRows(), faults={**faults, ("update_actor", 2): RLError("killed")}, **options)
+    with pytest.raises(RLError, match="killed"):
+        first.fit()
+    checkpoint, _ = newest_whole(tmp_path)
+    second = World(**options).fit(checkpoint)
+    assert done([first, second]) == World(bound=2, deterministic=True, steps=STEPS).fit().trained
+
+
+class PartialWorld(World):
+    """A World in which the first session of a prompt of each batch fails."""
+
+    async def rollout(self, call):
+        def without_first(prompt):
+            lease = prompt.lease
+            if call.partition.name != "train" or not lease.uid.endswith("-1"):
+                return prompt
+            failed.append(SessionResult(lease, lease.sessions[0], error="Nobody answers."))
+            return msgspec.structs.replace(prompt, lease=msgspec.structs.replace(lease, sessions=lease.sessions[1:]))
+
+        failed = []
+        call = msgspec.structs.replace(call, prompts=tuple(map(without_first, call.prompts)))
+        await settle(self.plane, failed)
+        return await super().rollout(call)
+
+
+@pytest.mark.parametrize("after", ["accept_partial", "refill", "fail"])
+def test_the_other_responses_to_a_prompt_stay_if_the_resumed_run_accepts_no_failed_ones(tmp_path, after):
+    options = {"bound": 1, "folder": tmp_path, "steps": STEPS}
+    first = PartialWorld(
+        replay=ReplayConfig(on_failure="accept_partial"), faults={("update_actor", 2): RLError("killed")}, **options
+    )
+    with pytest.raises(RLError, match="killed"):
+        first.fit()
+    checkpoint, _ = newest_whole(tmp_path)
+    (held,) = checkpoint.held.batches
+    second = World(replay=ReplayConfig(on_failure=after), **options).fit(checkpoint)
+    counts = Counter(RowKey.parse(key).uid for key in second.keys[: len(held.keys)])
+    assert counts == {uid: 1 if uid == held.uids[1] else N for uid in held.uids}
+    assert done([second])[0] == sorted(held.uids)
+    second.trainer.group_counts().check()
 
 
 @pytest.mark.parametrize("inflight", [0, 2])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -52,7 +52,9 @@ class BatchKeeper:
         uids = dict.fromkeys(RowKey.parse(key).uid for key in keys)
         listed = await self._parts.plane.list_rows(TRAIN_PARTITION)
         tags = dict(zip(listed.keys, listed.tags, strict=True))
-        others = [key for key in set(tags).difference(keys) if RowKey.parse(key).uid in uids]
+        attempts = {(tags[key]["uid"], tags[key]["attempt"]) for key in keys}
+        # a worker may just have put a row of an attempt that is over
+        others = [key for key in set(tags).difference(keys) if (tags[key]["uid"], tags[key]["attempt"]) in attempts]
         held = HeldBatches(
             step=step,
             sessions=self._parts.rollout.n,
@@ -112,8 +114,9 @@ class BatchKeeper:
             WireError: a file is damaged.
             RLError: a part failed.
         """
-        leases = await self._lease(held)
-        trajectories = [_leased(rows, leases) for rows in held.trajectories if rows.keys]
+        sessions = _sessions_of(held.trajectories)
+        leases = await self._lease(held, sessions)
+        trajectories = [_leased(rows, leases, sessions) for rows in held.trajectories if rows.keys]
         prompts = [held.prompts] if held.prompts.keys else []
         await self._call("put_rows", PutRowsCall(path=str(checkpoint / HELD), rows=(*trajectories, *prompts)))
         await settle(self._parts.plane, _results(trajectories, leases), timeout_s=self._parts.loop.stage_timeout_s)
@@ -124,9 +127,12 @@ class BatchKeeper:
         }
         return {batch.turn: await self._take(batch, held.sessions, names, version) for batch in held.batches}
 
-    async def _lease(self, held: HeldBatches) -> dict[str, Lease]:
+    async def _lease(self, held: HeldBatches, sessions: Mapping[str, Sequence[int]]) -> dict[str, Lease]:
         """Add the groups to the replay buffer, and lease them with the version of their oldest
         trajectory.
+
+        They have the sessions with trajectories alone: others had failed before the checkpoint,
+        which this run may not accept (ReplayConfig.on_failure).
         """
         buffer, timeout_s, versions = (
             self._parts.buffers[TRAIN_PARTITION],
@@ -135,7 +141,7 @@ class BatchKeeper:
         )
         by_version: defaultdict[int, list[str]] = defaultdict(list)
         for batch in held.batches:
-            await buffer.add(batch.uids, [batch.sessions.get(uid, held.sessions) for uid in batch.uids])
+            await buffer.add(batch.uids, [len(sessions[uid]) for uid in batch.uids])
             for uid in batch.uids:
                 by_version[versions[uid]].append(uid)
         leases: dict[str, Lease] = {}
@@ -169,13 +175,21 @@ def _saved(keys: Sequence[str], tags: Mapping[str, Tag], file: str = "") -> Save
     return SavedRows(partition=TRAIN_PARTITION, keys=tuple(keys), tags=tuple(tags[key] for key in keys), file=file)
 
 
-def _leased(rows: SavedRows, leases: Mapping[str, Lease]) -> SavedRows:
+def _sessions_of(trajectories: Sequence[SavedRows]) -> Mapping[str, Sequence[int]]:
+    """The sessions of each group that have trajectories, ascending, by uid."""
+    found: defaultdict[str, set[int]] = defaultdict(set)
+    for key in (RowKey.parse(key) for rows in trajectories for key in rows.keys):
+        found[key.uid].add(key.session)
+    return {uid: sorted(sessions) for uid, sessions in found.items()}
+
+
+def _leased(rows: SavedRows, leases: Mapping[str, Lease], sessions: Mapping[str, Sequence[int]]) -> SavedRows:
     """The rows under the sessions of new leases, which are first attempts."""
     keys, tags = list[str](), list[Tag]()
     for key, tag in zip(rows.keys, rows.tags, strict=True):
         old = RowKey.parse(key)
         lease = leases[old.uid]
-        session = lease.sessions[old.session % len(lease.sessions)]
+        session = lease.sessions[sessions[old.uid].index(old.session)]
         keys.append(RowKey(old.uid, session, old.index).text)
         tags.append({**tag, "attempt": lease.attempt})
     return msgspec.structs.replace(rows, keys=tuple(keys), tags=tuple(tags))
@@ -183,14 +197,9 @@ def _leased(rows: SavedRows, leases: Mapping[str, Lease]) -> SavedRows:
 
 def _results(trajectories: Sequence[SavedRows], leases: Mapping[str, Lease]) -> list[SessionResult]:
     """How each session of the leases ended."""
-    counts: defaultdict[tuple[str, int], int] = defaultdict(int)
-    for rows in trajectories:
-        for key in map(RowKey.parse, rows.keys):
-            counts[key.uid, key.session] += 1
+    counts = Counter((key.uid, key.session) for rows in trajectories for key in map(RowKey.parse, rows.keys))
     return [
         SessionResult(lease, session, rows=counts[uid, session])
-        if counts[uid, session]
-        else SessionResult(lease, session, error="had failed before the checkpoint")
         for uid, lease in leases.items()
         for session in lease.sessions
     ]
