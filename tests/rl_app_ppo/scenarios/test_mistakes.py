@@ -148,6 +148,10 @@ MISTAKES = [
     (["algorithm=opd", "reference.path=short"], ["reference.path='short' has a context of 32 tokens", "rollout.response_length"]),
     (["algorithm=opd", "reference.path=teacher", "model_engine=megatron"], ["actor.kl_loss_topk=64", "algorithm=opd_pg", "model_engine=fsdp"]),
     (["algorithm=opd", f"algorithm.teacher_context={'1+2=' * 30}"], ["teacher_context makes prompts of up to", "context of 128"]),
+    (
+        ["algorithm=opd", f"algorithm.teacher_context={'1+2=' * 6}", "actor.ppo_max_token_len=40"],
+        ["actor.ppo_max_token_len must hold the longest prompt of", "that algorithm.teacher_context makes", "got 40"],
+    ),
     (["algorithm=opd", "algorithm.teacher_context='{answer}'", "data.answer_key=solution"], ["data.answer_key='solution'", "got None"]),
     (["algorithm=opd", "algorithm.teacher_context='1'", "algorithm.teacher_is_policy=true", "reference.path=teacher"], ["must be empty"]),
     (["algorithm=opd", "algorithm.teacher_context='1'", "algorithm.teacher_ema=0.9"], ["algorithm.teacher_ema", "teacher_is_policy"]),

@@ -16,7 +16,8 @@ from rl_trainer.data.model_families import why_padded
 
 
 def check_teacher_prompt(config: AppConfig, longest: int, context: int) -> None:
-    """Check that the teacher's prompts fit the policy, which is its own teacher.
+    """Check that the teacher's prompts fit a forward pass, and the policy where it is its own
+    teacher.
 
     Args:
         config: the configuration of the run.
@@ -26,7 +27,12 @@ def check_teacher_prompt(config: AppConfig, longest: int, context: int) -> None:
     Raises:
         ConfigError: they don't.
     """
-    most = longest + config.rollout.response_length
+    most, room = longest + config.rollout.response_length, config.actor.ppo_max_token_len
+    if room and most > room:
+        raise ConfigError(
+            f"actor.ppo_max_token_len must hold the longest prompt of {longest} tokens that algorithm.teacher_context makes and "
+            f"rollout.response_length={config.rollout.response_length}; got {room}."
+        )
     if most > context and not config.reference.path:
         raise ConfigError(
             f"algorithm.teacher_context makes prompts of up to {longest} tokens, and with rollout.response_length={config.rollout.response_length} "
