@@ -6,6 +6,7 @@ import pytest
 from empty_checkpoints import save_checkpoints
 
 from rl_app_ppo.config.loading import load_config, to_yaml
+from rl_app_ppo.outputs.resume import changes
 from rl_app_ppo.replay.generate_again import replayed
 from rl_trainer.checkpoints.checkpoint_folder import newest_whole, step_name
 
@@ -28,3 +29,18 @@ def test_a_replay_starts_from_the_newest_whole_checkpoint_before_the_step(checkp
     assert config.trainer.resume_mode == ("disable" if before is None else str(checkpoints / step_name(before)))
     assert (config.trainer.total_training_steps, config.trainer.save_freq) == (step, 0)
     assert (config.transfer_queue.durability, config.trainer.keep_batches) == ("off", 0)
+
+
+@pytest.mark.parametrize(
+    ("more", "test_freq"),
+    [([], 1 << 31), (["data.val_files=val.jsonl"], 0), (["data.val_split=0"], 0), (["trainer.test_freq=0"], 0)],
+)
+def test_a_replay_trains_on_the_rows_that_the_run_has_not_held_out(tmp_path, more, test_freq):
+    data = ["preset=none", "model.path=model", "data.train_files=train.jsonl", "reward.function=exact_match"]
+    given = load_config([*data, "trainer.test_freq=5", *more])
+    save_checkpoints(tmp_path, (2,), to_yaml(given))
+    found, _ = newest_whole(tmp_path)
+    config = replayed(given, found, 3, tmp_path)
+    assert config.holds_out == given.holds_out == bool(test_freq)
+    assert config.trainer.test_freq == test_freq
+    changes(found, config)  # raises if the replay could not resume

@@ -17,6 +17,9 @@ from rl_ckpt_engine import PluginPolicy
 from rl_protocol.support.temporary_folders import temporary_folder
 from rl_trainer.checkpoints.checkpoint_folder import Checkpoint, inspect, step_name
 
+_NEVER = 1 << 31
+"""trainer.test_freq of a run that validates after its last step alone."""
+
 
 def generate_again(
     files: RunFiles, config: AppConfig, before: Checkpoint | None, step: int, plugins: PluginPolicy, progress: Console
@@ -64,7 +67,7 @@ def without_outputs(config: AppConfig, folder: Path) -> AppConfig:
         run_name="replay",
         resume_mode="disable",
         val_before_train=False,
-        test_freq=0,
+        test_freq=_NEVER if config.holds_out else 0,  # with 0, the rows that were held out would be trained on
         save_freq=0,
         sample_freq=0,
         keep_batches=0,
