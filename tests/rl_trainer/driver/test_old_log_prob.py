@@ -63,3 +63,12 @@ def test_ranks_of_one_replica_get_the_same_rows_and_count_once():
     assert asked[2] == asked[3]
     assert len({*asked[0], *asked[2]}) == 4
     assert [[method for method, _ in rank.calls] for rank in ranks] == [["read_ahead", "log_prob_gap"]] * 4
+
+
+def test_a_step_with_fewer_rows_than_ranks_which_trains_none_compares_none():
+    """So few are left of a step most of whose responses have failed."""
+    ranks = [Rank(str(i), 0.0) for i in range(4)]
+    workers = Workers(rollout=(), reward=ranks[0], actor=ranks, dp_ranks=(0, 0, 1, 1))
+    assert asyncio.run(auto().compare(Clock(), 2, rows(1), workers, lag=0)) is None
+    assert not any(rank.calls for rank in ranks)
+    assert asyncio.run(auto().compare(Clock(), 2, rows(2), workers, lag=0)) is not None

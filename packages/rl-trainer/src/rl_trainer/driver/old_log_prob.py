@@ -47,17 +47,19 @@ class AutoOldLogProb:
     async def compare(
         self, clock: Clock, step: int, rows: KVBatchMeta, workers: Workers, lag: int, *, beside: int = 0
     ) -> LogProbGap | None:
-        """Have the actors compare a sample of the rows; None: the step compares all or none.
+        """Have the actors compare a sample of the rows; None: the step compares all or none, also
+        because there are fewer rows than data-parallel ranks.
 
         `lag` as in `samples`; `beside` counts other processes that compute meanwhile.
 
         Raises:
             RLError: a rank failed.
         """
-        if not self.samples(step, lag):
-            return None
         ranks = workers.actor
-        return await clock.time(STAGE, self._gap(step, StepRows.of(rows), ranks, workers.dp_ranks_of(ranks), beside))
+        dp_ranks = workers.dp_ranks_of(ranks)
+        if not self.samples(step, lag) or len(rows) <= max(dp_ranks):
+            return None
+        return await clock.time(STAGE, self._gap(step, StepRows.of(rows), ranks, dp_ranks, beside))
 
     async def _gap(
         self, step: int, rows: StepRows, ranks: Sequence[WorkerHandle], dp_ranks: Sequence[int], beside: int
