@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import until_async
+from polling import until_async
 
 from rl_protocol import (
     BatchData,

@@ -47,7 +47,7 @@ def test_a_put_that_waited_in_vain_says_who_holds_the_memory() -> None:
             await client.put("train", ["a"], rows(MIB))
             read = await client.get(await client.put("gone", ["b"], rows(MIB // 2)))
             await client.clear("gone")
-            await client.alloc([ColumnSpec(name="x", kind="dense", dtype="uint8")], 2 * MIB)
+            draft = await client.alloc([ColumnSpec(name="x", kind="dense", dtype="uint8")], 2 * MIB)
             with pytest.raises(CapacityTimeout) as raised:
                 await client.put("train", ["c"], rows(MIB), timeout_s=0.05)
             for told in (
@@ -56,7 +56,7 @@ def test_a_put_that_waited_in_vain_says_who_holds_the_memory() -> None:
                 f"Cleared, but still read: pid {os.getpid()} {MIB // 2} bytes.",
             ):
                 assert told in str(raised.value)
-            del read
+            del read, draft
 
     with start_local_plane(SMALL) as plane:
         asyncio.run(main())
