@@ -103,5 +103,5 @@ def test_rows_that_are_skipped_before_a_run_are_named_with_its_keys(tmp_path, ca
     preflight(Facts(load_config([*words, "actor.ppo_mini_batch_size=8", "rollout.response_length=4"]), PluginPolicy()))
     (message,) = caplog.messages
     assert message.startswith(
-        f"1 bad row: {file}, row 65: missing fields: reward_model or ground_truth (data.ground_truth_key);"
+        f"left out: 1 bad row: {file}, row 65: missing fields: reward_model or ground_truth (data.ground_truth_key);"
     )

@@ -338,7 +338,15 @@ def test_bad_rows_are_left_out_and_counted(tmp_path, encoder, caplog):
     assert [text_of(data[i]) for i in range(len(data))] == ["1", "20"]
     # the long prompt is filtered, not bad
     assert (data.report.bad, data.report.overlong) == (len(BAD_LINES) - 1, 1)
-    assert f"{len(BAD_LINES) - 1} bad rows" in caplog.text
+    bad, overlong = (record.getMessage() for record in caplog.records)
+    assert bad.startswith(f"left out: {len(BAD_LINES) - 1} bad rows: ")
+    path = tmp_path / "bad.jsonl"
+    assert overlong == f"left out: 1 of 3 prompts in {path}, longer than DataFiles.max_prompt_length=50 tokens"
+
+
+def test_nothing_is_said_of_files_whose_rows_are_all_used(tmp_path, encoder, caplog):
+    open_files(files(write_jsonl(tmp_path / "a.jsonl", [row("1"), row("2")])), encoder, tmp_path / "cache")
+    assert caplog.records == []
 
 
 def test_all_bad_rows_are_counted_and_twenty_faults_named(tmp_path):

@@ -94,8 +94,8 @@ def open_files(files: DataFiles, encoder: PromptEncoder, cache_dir: Path) -> Fil
         ):
             _publish(folder, files, encoder)
     prompts = FilePrompts(folder)
-    if prompts.report.bad:
-        logger.warning("%s", prompts.report)
+    for line in prompts.report.left_out(files):
+        logger.warning(line)
     return prompts
 
 

@@ -70,6 +70,14 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         return f"{counted(self.bad, 'bad row')}: {'; '.join(self.bad_rows)}"
 
+    def left_out(self, files: DataFiles) -> list[str]:
+        """A line for each reason why rows of these files are not used."""
+        lines = [f"left out: {self}"] if self.bad else []
+        if self.overlong:
+            of = f"{self.overlong} of {counted(self.rows + self.overlong, 'prompt')} in {', '.join(map(str, files.paths))}"
+            lines.append(f"left out: {of}, longer than DataFiles.max_prompt_length={files.max_prompt_length} tokens")
+        return lines
+
 
 def prepare(files: DataFiles, encoder: PromptEncoder, target: Path) -> Report:
     """Check all rows and write the usable ones to the Arrow file `target`.
