@@ -77,6 +77,31 @@ def test_anything_else_is_a_failure_that_says_what_it_was(returned):
     assert "returned" in outcome.message
 
 
+@pytest.mark.parametrize(
+    ("returned", "shown"),
+    [
+        ("r" * 10**6, f"'{'r' * 199}..."),
+        ({f"k{i:03}": 1 for i in range(1000)}, str([f"k{i:03}" for i in range(30)])[:200] + "..."),
+    ],
+)
+def test_a_failure_shows_the_start_of_a_long_result(returned, shown):
+    outcome = outcome_of(returned)
+    assert isinstance(outcome, Failure)
+    assert shown in outcome.message
+    assert len(outcome.message) < 300
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (MemoryError(), "raised MemoryError (the limit is ScorerPool.memory_mb)"),
+        (MemoryError("8 GiB"), "raised MemoryError: 8 GiB (the limit is ScorerPool.memory_mb)"),
+    ],
+)
+def test_a_lack_of_memory_names_the_limit(error, message):
+    assert failure_of(error).message == message
+
+
 def test_a_failure_names_the_innermost_line_of_the_file_of_the_function(tmp_path):
     """The exception may come from deep in a library; users need the line in their own file."""
     path = tmp_path / "mine.py"

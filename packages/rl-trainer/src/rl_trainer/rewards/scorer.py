@@ -17,6 +17,8 @@ from rl_protocol.errors import described_error, place_of_error
 _LARGEST = float(np.finfo(np.float32).max)
 _LONGEST = 2000
 """Texts are cut to this number of characters."""
+_SHOWN = 200
+"""Most characters of a wrong result in a message."""
 FailureKind = Literal["exception", "timeout", "died", "no_number"]
 
 
@@ -108,17 +110,25 @@ def outcome_of(returned: object) -> Outcome:
             what = "" if name == "score" else f" as {name!r}"
             finite = isinstance(value, int | float) and abs(value) < math.inf
             limit = " of at most 3.4e38 (float32)" if finite else ""
-            message = f"returned {got!r}{what}; it must return a finite number{limit}"
+            message = f"returned {_shown(got)}{what}; it must return a finite number{limit}"
             return Failure(kind="no_number", message=_as_utf8(message))
     if "score" not in numbers:
-        return Failure(kind="no_number", message=f"returned no 'score' but {sorted(named)}")
+        return Failure(kind="no_number", message=_as_utf8(f"returned no 'score' but {_shown(sorted(named))}"))
     return Scored(numbers={"acc": numbers["score"], **numbers}, texts=texts)
 
 
 def failure_of(error: BaseException) -> Failure:
     """The failure for an exception of a reward function; call it in the except block."""
     message = f"raised {described_error(error)}"[:_LONGEST]
+    if isinstance(error, MemoryError):  # mostly without a message
+        message = f"{message.rstrip(': ')} (the limit is ScorerPool.memory_mb)"
     return Failure(kind="exception", message=_as_utf8(message), where=place_of_error(error))
+
+
+def _shown(value: object) -> str:
+    """The start of what a function returned, which may be a whole response."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _as_utf8(text: str) -> str:
