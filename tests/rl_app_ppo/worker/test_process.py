@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -127,3 +129,26 @@ def test_the_log_has_the_traceback_of_a_call_that_fails_unless_the_error_explain
     log = (tmp_path / "log").read_text()
     assert log.count("worker actor failed in update_actor\nTraceback") == logged
     assert log.count("in _call_that_raises") == logged
+
+
+PRINTS = """
+import subprocess, sys
+from pathlib import Path
+from rl_app_ppo.worker.process import WorkerProcess
+WorkerProcess(["reward"], "reward", Path(sys.argv[1]), 1, logs_output=True)
+print("of the process")
+subprocess.run(["sh", "-c", "echo of a child; echo an error >&2"], check=True)
+import os
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_what_a_process_and_its_children_print_is_in_its_log_also_if_it_is_killed(tmp_path, monkeypatch):
+    """A print in a reward function or a tool; Ray's own log is removed with its folder."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    log = tmp_path / "reward.log"
+    ended = subprocess.run([sys.executable, "-c", PRINTS, log], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-9, "", "")
+    started, *printed = log.read_text().splitlines()
+    assert "worker reward starts" in started
+    assert printed == ["of the process", "of a child", "an error"]

@@ -66,6 +66,12 @@ def test_a_single_function_runs_in_other_processes(tmp_path):
     assert {one.numbers["k"] for one in outcomes} == {1.0}
 
 
+def test_what_a_function_prints_is_not_lost_when_its_process_is_killed(tmp_path, capfd, monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    asyncio.run(pooled(write(tmp_path, FORMS), ["t"] * 3))
+    assert capfd.readouterr().err == "to stderr, not into the answers\n" * 3
+
+
 def test_async_calls_wait_side_by_side_and_one_that_is_late_fails_alone(tmp_path):
     texts = ["0.3"] * 20 + ["late", "0.1"]
     outcomes = asyncio.run(pooled(write(tmp_path, FORMS), texts, function="waits", timeout_s=5.0))

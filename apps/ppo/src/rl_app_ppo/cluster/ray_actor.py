@@ -335,7 +335,7 @@ class RayProcess:
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
             options |= {"num_gpus": self._gpus, "scheduling_strategy": here}
         return _actor_class.options(**options).remote(
-            self.roles, self.name, self._log_path, self._threads, hide_gpus=not self._gpus
+            self.roles, self.name, self._log_path, self._threads, hide_gpus=not self._gpus, logs_output=True
         )
 
     @property

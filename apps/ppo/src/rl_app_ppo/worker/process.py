@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import logging
 import os
 import socket
+import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -57,10 +59,18 @@ class WorkerProcess:
         log_path: its log.
         threads: compute threads; 0: all cores, shared with the processes that compute beside it.
         hide_gpus: see none of the GPUs of the node; Ray shows all to a process that reserves none.
+        logs_output: what the process and its children print goes to the log, too.
     """
 
     def __init__(
-        self, roles: Sequence[Role], name: str, log_path: Path, threads: int, *, hide_gpus: bool = False
+        self,
+        roles: Sequence[Role],
+        name: str,
+        log_path: Path,
+        threads: int,
+        *,
+        hide_gpus: bool = False,
+        logs_output: bool = False,
     ) -> None:
         end_at_sigterm()  # Ray's handler waits until all calls have ended, and `stay` never does
         if hide_gpus:
@@ -78,6 +88,8 @@ class WorkerProcess:
         handler = logging.FileHandler(log_path)
         handler.setFormatter(FullKeysFormatter())
         logging.getLogger().addHandler(handler)
+        if logs_output:
+            _print_into(log_path)
         dump_at_signal(handler.stream)
         os.environ[STACK_LOG] = str(log_path)  # for the processes that this one starts
         logging.getLogger().setLevel(logging.INFO)
@@ -249,3 +261,13 @@ class WorkerProcess:
 def _processes(payload: bytes) -> int:
     """The processes that compute beside a call; 0: it does not say."""
     return msgspec.msgpack.decode(payload, type=ComputeCall).side_by_side
+
+
+def _print_into(path: Path) -> None:
+    """Append standard output and error of this process to a file, each line when it is printed."""
+    with path.open("ab") as file:
+        for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
+            stream.flush()
+            os.dup2(file.fileno(), descriptor)
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(line_buffering=True)

@@ -122,7 +122,7 @@ class _ScorerProcess:
 
 def _spawn(name: str, timeout_s: float, memory_mb: int, connection: socket.socket) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-P", "-c", _PROGRAM, name, str(timeout_s), str(memory_mb)],
+        [sys.executable, "-u", "-P", "-c", _PROGRAM, name, str(timeout_s), str(memory_mb)],  # it is killed at the end
         stdin=connection.fileno(),
         stdout=sys.__stderr__,
         start_new_session=True,  # so that its forks can be killed with it
