@@ -16,7 +16,7 @@ from rl_app_ppo.checks import facts
 from rl_app_ppo.config.loading import load_config
 from rl_app_ppo.outputs.startup_times import Startup
 from rl_ckpt_engine import PluginPolicy
-from rl_protocol import ConfigError, WorkerDiedError, WorkerError
+from rl_protocol import ConfigError, OutputError, WorkerDiedError, WorkerError
 
 
 @pytest.fixture
@@ -144,6 +144,21 @@ def test_an_interrupted_run_without_a_checkpoint_says_which_key_writes_them(laun
 def test_an_interrupted_run_with_a_journal_resumes_without_a_checkpoint(launch, tmp_path):
     said = interrupted(launch, tmp_path, lambda files: files.journal.mkdir(), "transfer_queue.durability=commit")
     assert "responses in its journal, give the same command" in said
+
+
+@pytest.mark.parametrize("steps", [(), (5, 10)])
+def test_a_run_that_fails_says_how_to_resume_it_if_that_is_possible(launch, steps):
+    def fail(plan):
+        for step in steps:
+            (plan.files.checkpoints / f"step-{step:06}").mkdir(parents=True)
+        return OutputError("The checkpoint can't be written: No space left on device.")
+
+    with pytest.raises(OutputError):
+        launch([fail])
+    said = " ".join(launch.out.getvalue().split())
+    how = "to resume it after step 10, give the same command with trainer.run_name=a trainer.resume_mode=auto"
+    assert (how in said) == bool(steps)
+    assert "trainer.save_freq" not in said
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), WorkerError("actor died")])

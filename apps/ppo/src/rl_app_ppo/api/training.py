@@ -36,6 +36,8 @@ from rl_trainer.checkpoints.checkpoint_folder import step_of
 from rl_trainer.rollout.agents.mcp import forget_servers
 from rl_transferqueue.journal.disk_journal import remove_journal
 
+_NO_CHECKPOINT = "it has no checkpoint to resume from; trainer.save_freq=10 writes one every 10 steps"
+
 
 @full_keys_in_errors()
 def run_training(
@@ -142,24 +144,26 @@ def _reported(files: RunFiles, screen: Screen) -> Generator[None]:
         raise
     except RLError:
         _write_report(files, screen, "report: ")
+        if how := _how_to_resume(files):
+            screen.note(how)
         raise
     except KeyboardInterrupt:
         if files.metrics.exists():
             _write_report(files, screen, "report: ")
-            screen.note(_about_resuming(files))
+            screen.note(_how_to_resume(files) or _NO_CHECKPOINT)
         raise
     _write_report(files, screen)
 
 
-def _about_resuming(files: RunFiles) -> str:
-    """How to resume an interrupted run."""
+def _how_to_resume(files: RunFiles) -> str:
+    """How to resume a run that has not finished; empty: it can't be."""
     steps = [step for path in files.checkpoints.glob("*") if (step := step_of(path.name)) is not None]
     words = f"give the same command with trainer.run_name={files.folder.name} trainer.resume_mode=auto"
     if steps:
         return f"to resume it after step {max(steps)}, {words}"
     if files.journal.exists():
         return f"to resume it on the responses in its journal, {words}"
-    return "it has no checkpoint to resume from; trainer.save_freq=10 writes one every 10 steps"
+    return ""
 
 
 def _write_report(files: RunFiles, screen: Screen, label: str = "") -> None:
