@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from rl_app_ppo.outputs.console import Screen
+from rl_app_ppo.outputs.console import Screen, accuracy_range
 from rl_app_ppo.outputs.recorder import Recorder, draw_curve
 from rl_app_ppo.outputs.startup_times import Startup
 from rl_app_ppo.outputs.training_warnings import TrainingWarnings
@@ -47,6 +47,15 @@ def test_a_fall_that_chance_explains_is_not_called_one(accuracies, problems, ver
     for step, accuracy in enumerate(accuracies):
         recorder.on_step(step, {"val-core/x/acc/mean@1": accuracy})
     assert f": {verdict}" in recorder.outcome()
+
+
+@pytest.mark.parametrize(("steps", "words"), [(1, "1 step done"), (3, "3 steps done")])
+def test_steps_without_an_accuracy_are_counted(steps, words, tmp_path):
+    """As of supervised training without validation, or if every call of the reward failed."""
+    recorder, _ = _recorder(tmp_path, [])
+    for step in range(1, steps + 1):
+        recorder.on_step(step, {"actor/ce_loss": 1.0})
+    assert recorder.outcome() == words
 
 
 def test_without_validation_the_outcome_is_that_of_training(tmp_path):
@@ -125,3 +134,17 @@ def test_without_a_validation_the_first_step_holds_all_times_of_the_start(tmp_pa
 def test_the_curve_is_a_png(tmp_path):
     draw_curve(tmp_path / "c.png", {"accuracy": [(0, 0.3), (5, 0.9)]})
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("values", "drawn"), [((0.3, 0.9), (0, 1)), ((2.0, 9.5), (0, 9.5)), ((-1.0, 0.5), (-1, 1)), ((), (0, 1))]
+)
+def test_the_curve_shows_a_reward_that_counts_as_accuracy(values, drawn):
+    assert accuracy_range({"training accuracy": list(enumerate(values)), "validation accuracy": []}) == drawn
+
+
+def test_the_drawing_has_the_range_of_the_curve(monkeypatch, tmp_path):
+    drawn = []
+    monkeypatch.setattr("matplotlib.axes.Axes.set", lambda self, **given: drawn.append(given["ylim"]))
+    draw_curve(tmp_path / "c.png", {"accuracy": [(0, -2.0), (5, 9.5)]})
+    assert drawn == [(-2.0, 9.5)]

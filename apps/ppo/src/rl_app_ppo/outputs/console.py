@@ -201,15 +201,14 @@ class Screen:
             self._task = None
 
     def curve(self, curves: Mapping[str, Sequence[tuple[int, float]]]) -> None:
-        """Draw learning curves in the terminal, at least from 0 to 1."""
+        """Draw learning curves in the terminal."""
         plotext.clear_figure()
         plotext.theme("clear")
         plotext.plot_size(min(self._console.width, 80), 16)
         for name, points in curves.items():
             if points:
                 plotext.plot([s for s, _ in points], [v for _, v in points], label=name)
-        values = [value for points in curves.values() for _, value in points]
-        plotext.ylim(min([0, *values]), max([1, *values]))  # plotext fails if a curve has no point inside
+        plotext.ylim(*accuracy_range(curves))  # plotext fails if a curve has no point inside
         plotext.xlabel("step")
         self._console.print(Text.from_ansi(plotext.build()))
 
@@ -231,6 +230,12 @@ class Screen:
         """List the files of the run."""
         for name, path in entries.items():
             self._console.print(Text(f"  {name:<12} {path}"), soft_wrap=True)
+
+
+def accuracy_range(curves: Mapping[str, Sequence[tuple[int, float]]]) -> tuple[float, float]:
+    """Lowest and highest value of a drawing: 0 and 1, unless a reward counts as the accuracy."""
+    values = [value for points in curves.values() for _, value in points]
+    return min([0, *values]), max([1, *values])
 
 
 class OldLogProbNotes(Hook):

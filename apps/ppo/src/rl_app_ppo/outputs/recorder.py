@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rl_app_ppo.outputs.console import Screen, step_line, validation_accuracy
+from rl_app_ppo.outputs.console import Screen, accuracy_range, step_line, validation_accuracy
 from rl_app_ppo.outputs.run_folder import writing
 from rl_app_ppo.outputs.run_record import RunRecord
 from rl_app_ppo.outputs.startup_times import Startup
@@ -38,6 +38,8 @@ class Recorder:
         self._startup: Startup | None = startup
         """None: the first training step is done."""
         self._first = True
+        self._done = 0
+        """Training steps of this process."""
         self._after_first: tuple[int, float] | None = None
         """The first step of this process, and the time of its end."""
         self.reward: list[tuple[int, float]] = []
@@ -63,6 +65,7 @@ class Recorder:
             self._screen.note(step_line(step, self._total, metrics, self._left_s(step)))
         elif accuracy is not None and self._lines:
             self._screen.note(f"before training: validation accuracy {accuracy:.3f}")
+        self._done += step > 0
         if self._record is not None:
             self._record.step_done(step)
         self._warnings.look(step, metrics)
@@ -113,7 +116,8 @@ class Recorder:
         after = f"validation accuracy {self.validation[-1][1]:.3f}" if len(self.validation) == 1 else ""
         if len(curve) < 2:
             one = f"{label} {curve[0][1]:.3f}" if curve else ""
-            return (", ".join(filter(None, (one, after))) or "no step was done") + lost
+            steps = f"{counted(self._done, 'step')} done" if self._done else "no step was done"
+            return (", ".join(filter(None, (one, after))) or steps) + lost
         (_, first), (_, last) = curve[0], curve[-1]
         line = ", ".join(filter(None, (f"{label} {first:.3f} -> {last:.3f}", after)))
         if last > first or (self._filtered and not validated):
@@ -152,7 +156,7 @@ def draw_curve(path: Path, curves: Mapping[str, Sequence[tuple[int, float]]]) ->
     axes = figure.subplots()
     for name, points in curves.items():
         axes.plot([step for step, _ in points], [value for _, value in points], marker=".", label=name)
-    axes.set(xlabel="step", title="accuracy", ylim=(0, 1))
+    axes.set(xlabel="step", title="accuracy", ylim=accuracy_range(curves))
     axes.grid(alpha=0.3)
     axes.legend()
     with writing(path):
