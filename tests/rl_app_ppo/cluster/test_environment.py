@@ -48,6 +48,23 @@ def test_the_users_ray_settings_win_but_not_over_those_that_keep_ray_private(mon
     assert "RAY_AUTH_MODE" not in ray_settings(local=False)
 
 
+PUBLISHED = """
+from ray._private.worker import print_to_stdstream
+for line in ("A worker died or was killed while executing a task by an unexpected system error.", "2 nodes are dead"):
+    print_to_stdstream({"lines": [line], "pid": "raylet", "is_err": False}, ignore_prefix=False)
+"""
+
+
+def test_ray_does_not_print_that_a_worker_has_died_and_prints_what_else_it_publishes():
+    """The run says it itself."""
+    started = [sys.executable, "-c", PUBLISHED]
+    printed = subprocess.run(
+        started, env=os.environ | ray_settings(local=True), capture_output=True, text=True, check=True
+    ).stdout
+    assert "2 nodes are dead" in printed
+    assert "A worker died" not in printed
+
+
 def test_waiting_threads_spin_for_a_short_time_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)

@@ -14,6 +14,9 @@ _RAY_SETTINGS = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # Ray runs workers at niceness 15, so that any other process of the machine goes before them.
     "RAY_worker_niceness": "0",
+    # The run says itself, in one line, that a worker has died. Ray prints this although
+    # log_to_driver=False, in colours also into files.
+    "RAY_DEDUP_LOGS_SKIP_REGEX": "^A worker died or was killed",
 }
 """Settings that the environment may override."""
 _LOCAL_RAY_SETTINGS = {
