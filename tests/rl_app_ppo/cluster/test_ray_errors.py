@@ -15,6 +15,10 @@ from rl_app_ppo.cluster.ray_errors import reason_of
             "The actor died. its node received SIGTERM.",
         ),
         ("\x1b[31mThe actor died\x1b[39m", "The actor died."),
+        (
+            "The actor died.\n\tpid: 1\nEnd of file. Some common causes include: (1) the OOM killer, (2) ray stop. If so, see dmesg.",
+            "The actor died. End of file. It was killed, for instance for lack of memory (see dmesg), or crashed.",
+        ),
         ("", ""),
     ],
 )
