@@ -175,6 +175,14 @@ def test_a_target_that_is_no_file_in_a_folder_is_refused(tmp_path, target):
     assert f"--out {tmp_path / target} must be a file in a folder that exists" in done.output.replace("\n", " ")
 
 
+def test_a_report_that_cannot_be_written_beside_the_run_can_be_elsewhere(tmp_path):
+    run = write_run(tmp_path / "a", texts=("t",))
+    (run / "report.html").mkdir()
+    done = CliRunner().invoke(rl.app, ["report", str(run)])
+    said = " ".join(done.output.split())
+    assert (done.exit_code, "as --out" in said, "trainer.output_dir" in said) == (2, True, False)
+
+
 def test_a_run_and_the_command_write_the_report_at_once(tmp_path, monkeypatch):
     run, said = write_run(tmp_path / "a"), []
     target, replace = run / "report.html", os.replace

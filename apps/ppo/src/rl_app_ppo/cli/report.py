@@ -36,7 +36,9 @@ def report(run: Path, other: Path | None, target: Path | None, out: Console, *, 
         raise ConfigError(f"--out {target} must be a file in a folder that exists, such as report.html.")
     if target is not None and path.exists() and not is_report(path):
         raise OutputError(f"--out {target} exists and is no report; choose another name, or remove it.")
-    size = write_report(folders, path)
+    size = write_report(
+        folders, path, remedy="Free some space, or give a file of a folder that you may write to as --out."
+    )
     out.print(Text(f"{path.resolve()} ({size / 1e6:.2f} MB)"), soft_wrap=True)
     if show and not webbrowser.open(path.resolve().as_uri()):
         raise ConfigError(

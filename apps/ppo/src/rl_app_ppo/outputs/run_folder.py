@@ -20,11 +20,8 @@ from rl_protocol import ConfigError, OutputError
 from rl_protocol.support.disk_writes import write_errors
 from rl_trainer.checkpoints.checkpoint_folder import sweep
 
-writing = partial(
-    write_errors,
-    what="What the run puts out",
-    remedy="Free some space, make the folder writable, or set trainer.output_dir to another place.",
-)
+OUTPUT_REMEDY = "Free some space, make the folder writable, or set trainer.output_dir to another place."
+writing = partial(write_errors, what="What the run puts out", remedy=OUTPUT_REMEDY)
 """writing(path): translates OSErrors within into OutputErrors that name the path."""
 logger = logging.getLogger(__name__)
 CHECKPOINTS = "checkpoints"

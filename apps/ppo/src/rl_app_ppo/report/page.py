@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
-from rl_app_ppo.outputs.run_folder import writing
+from rl_app_ppo.outputs.run_folder import OUTPUT_REMEDY, writing
 from rl_app_ppo.report.packing import Packer
 from rl_app_ppo.report.run_data import RunData, packed_run
 from rl_trainer.record.redaction import Redaction
@@ -37,15 +37,20 @@ _PAGE = """<!doctype html>
 """
 
 
-def write_report(folders: Sequence[Path], target: Path) -> int:
+def write_report(folders: Sequence[Path], target: Path, *, remedy: str = OUTPUT_REMEDY) -> int:
     """Write the report of a run, or of two runs to compare; returns its size in bytes.
+
+    Args:
+        folders: of the runs.
+        target: the file.
+        remedy: what to do if it can't be written, for the message.
 
     Raises:
         ConfigError: see RunData.read.
         OutputError: the file can't be written.
     """
     page = report_page([RunData.read(folder) for folder in folders])
-    with writing(target):
+    with writing(target, remedy=remedy):
         unfinished = target.with_name(f".{target.name}.{os.getpid()}")  # a run and `rl report` may write at once
         try:
             unfinished.write_bytes(page)
