@@ -34,6 +34,8 @@ class Model(Options):
     optim: Optim = group(Optim, "optimizer")
     frozen: bool = option(False, "frozen")
     layers: tuple[int, ...] = option((), "layers")
+    weight: float = option(0.0, "weight")
+    weights: tuple[float, ...] = option((), "weights")
 
 
 @pytest.mark.parametrize(
@@ -49,6 +51,8 @@ class Model(Options):
         (Model, {"frozen": "false"}, "frozen must be true or false; got 'false'."),
         (Model, {"frozen": 1}, "frozen must be true or false; got 1."),
         (Model, {"layers": [1]}, "layers must be a tuple; got [1]."),
+        (Model, {"weight": math.nan}, "weight must be a number; got nan."),
+        (Model, {"weights": (1.0, math.nan)}, "weights must be a number; got nan."),
     ],
 )
 def test_a_value_of_another_type_is_refused(kind, values, message):

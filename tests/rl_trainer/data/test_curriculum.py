@@ -43,7 +43,8 @@ def test_a_mixture_gives_each_file_its_share_of_every_epoch():
 def test_shares_that_do_not_divide_add_up_and_none_may_be_impossible():
     assert sorted(PromptOrder(7, 7, 0, Mixture([3, 4], [1, 0])).take(0, 7))[-1] == 2
     assert len(PromptOrder(10, 10, 0, Mixture([3, 3, 4], [1, 1, 1])).take(0, 10)) == 10
-    for counts, weights in (([1, 2], [0, 0]), ([1, 2], [1, -1]), ([0, 2], [1, 1])):
+    impossible = [[0, 0], [1, -1], [float("nan"), 1], [1, float("inf")]]
+    for counts, weights in (*(([1, 2], weights) for weights in impossible), ([0, 2], [1, 1])):
         with pytest.raises(ConfigError, match="Weights of data files"):
             Mixture(counts, weights)
 

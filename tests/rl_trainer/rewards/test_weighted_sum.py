@@ -31,7 +31,7 @@ def test_the_terms_of_a_sum_are_read():
         Term("/me@home/a.py:f", source="x"),
         Term("~/me@home/judge.toml"),
     )
-    for wrong in ("", "a,a", "x*math", "a,", "a#,b", "#x", "a,a#score", "a@", "@b", "a@b,a@b"):
+    for wrong in ("", "a,a", "x*math", "a,", "a#,b", "#x", "a,a#score", "a@", "@b", "a@b,a@b", "nan*a", "inf*a"):
         with pytest.raises(ConfigError, match=r"^function"):
             parse_terms(wrong)
 

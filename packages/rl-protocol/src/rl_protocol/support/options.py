@@ -67,6 +67,7 @@ class OptionSpec:
             raise ConfigError(f"{key} must be {rule}; got {value!r}.{nearest(str(value), self.choices)}")
         if self.bounds:
             require(self._within(cast(float, value)), key, self.bounds, value)
+        require(not (isinstance(value, float) and math.isnan(value)), key, "a number", value)
 
     @property
     def bounds(self) -> str:

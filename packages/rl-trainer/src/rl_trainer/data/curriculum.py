@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -65,17 +66,19 @@ class Mixture:
 
     Args:
         counts: rows of each part; the parts are concatenated in the data set.
-        weights: of each part, at least 0.
+        weights: of each part, finite and at least 0.
 
     Raises:
-        ConfigError: a negative weight, no positive one, or a positive one for a part without rows.
+        ConfigError: a weight that is negative or not finite, no positive one, or a positive one for
+            a part without rows.
     """
 
     def __init__(self, counts: Sequence[int], weights: Sequence[float]) -> None:
-        if min(weights) < 0 or not sum(weights) or any(w and not n for n, w in zip(counts, weights, strict=True)):
+        sound = all(0 <= weight < math.inf for weight in weights) and sum(weights) > 0
+        if not sound or any(w and not n for n, w in zip(counts, weights, strict=True)):
             raise ConfigError(
-                f"Weights of data files must be at least 0, one of them above 0, and 0 for files without usable rows; got {list(weights)} for "
-                f"{list(counts)} rows."
+                f"Weights of data files must be finite and at least 0, one of them above 0, and 0 for files without usable rows; got "
+                f"{list(weights)} for {list(counts)} rows."
             )
         self._counts = tuple(counts)
         self._starts = np.cumsum([0, *counts])

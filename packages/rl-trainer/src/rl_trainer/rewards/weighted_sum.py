@@ -8,6 +8,7 @@ several terms is called once. A term with `@source` counts only for rows of that
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ def parse_terms(text: str, key: str = "function") -> tuple[Term, ...]:
         key: the option that has it, for messages.
 
     Raises:
-        ConfigError: a name is missing or occurs twice, or a weight is not a number.
+        ConfigError: a name is missing or occurs twice, or a weight is not a finite number.
     """
     terms: list[Term] = []
     for part in (part.strip() for part in text.split(",")):
@@ -56,7 +57,9 @@ def parse_terms(text: str, key: str = "function") -> tuple[Term, ...]:
         try:
             value = float(weight) if star else 1.0
         except ValueError:
-            raise ConfigError(f"{key}: the weight of {part!r} is not a number; write 0.5*name.") from None
+            value = math.nan
+        if not math.isfinite(value):
+            raise ConfigError(f"{key}: the weight of {part!r} is not a finite number; write 0.5*name.")
         terms.append(Term(found["name"], value, found["part"] or "score", found["source"] or ""))
     named = [(term.name, term.part, term.source) for term in terms]
     if len(set(named)) < len(named):
