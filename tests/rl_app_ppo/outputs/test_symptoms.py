@@ -141,6 +141,8 @@ def test_updates_that_are_skipped_are_a_symptom_at_once():
     text = symptoms(FIRST, [HEALTHY | skipped], tools=False)["skipped updates"]
     assert text.startswith("2 mini-batches had a gradient that is not finite")
     assert "actor.optim.lr" in text
+    text = symptoms(FIRST, [HEALTHY | {"actor/skipped_steps": 1.0}], tools=False)["skipped updates"]
+    assert text.startswith("1 mini-batch had a gradient")
 
 
 def test_updates_of_the_critic_that_are_skipped_are_a_symptom_at_once():

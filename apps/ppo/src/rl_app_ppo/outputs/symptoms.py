@@ -103,8 +103,8 @@ def _of_step(metrics: Metrics, *, tools: bool) -> dict[str, str]:
         )
     if skipped := metrics.get("actor/skipped_steps"):
         found["skipped updates"] = (
-            f"{skipped:.0f} mini-batches had a gradient that is not finite and changed no weight (actor/skipped_steps); lower "
-            "actor.optim.lr, and look at the rewards of this step and at the weights in model.path"
+            f"{skipped:.0f} mini-batch{'' if skipped == 1 else 'es'} had a gradient that is not finite and changed no weight (actor/skipped_steps); "
+            "lower actor.optim.lr, and look at the rewards of this step and at the weights in model.path"
         )
     if skipped := metrics.get("critic/skipped_steps"):
         found["skipped critic updates"] = (
