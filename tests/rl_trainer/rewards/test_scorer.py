@@ -27,6 +27,11 @@ def test_a_number_or_a_mapping_is_a_score():
     )
 
 
+def test_a_message_moves_no_cursor_of_a_terminal():
+    failure = failure_of(ValueError("\x1b[2J\x07 wrong\r\n\tindeed"))
+    assert failure.message == "raised ValueError: ?[2J? wrong?\n\tindeed"
+
+
 def test_texts_that_a_response_has_broken_can_be_sent_on():
     """A function may parse a response such as `{"answer": "\\ud83d"}`."""
     broken = json.loads(r'"7 \ud83d"')

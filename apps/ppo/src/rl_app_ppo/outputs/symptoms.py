@@ -108,8 +108,8 @@ def _of_step(metrics: Metrics, *, tools: bool) -> dict[str, str]:
         )
     if skipped := metrics.get("critic/skipped_steps"):
         found["skipped critic updates"] = (
-            f"{skipped:.0f} mini-batches of the critic had a gradient that is not finite and changed no weight (critic/skipped_steps); lower "
-            "critic.optim.lr, and look at the rewards of this step"
+            f"{skipped:.0f} mini-batch{'' if skipped == 1 else 'es'} of the critic had a gradient that is not finite and changed no weight "
+            "(critic/skipped_steps); lower critic.optim.lr, and look at the rewards of this step"
         )
     if damaged := metrics.get("transfer_queue/damaged_blocks"):
         found["damaged memory"] = (

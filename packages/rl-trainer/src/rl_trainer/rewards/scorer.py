@@ -111,9 +111,9 @@ def outcome_of(returned: object) -> Outcome:
             finite = isinstance(value, int | float) and abs(value) < math.inf
             limit = " of at most 3.4e38 (float32)" if finite else ""
             message = f"returned {_shown(got)}{what}; it must return a finite number{limit}"
-            return Failure(kind="no_number", message=_as_utf8(message))
+            return Failure(kind="no_number", message=_printable(message))
     if "score" not in numbers:
-        return Failure(kind="no_number", message=_as_utf8(f"returned no 'score' but {_shown(sorted(named))}"))
+        return Failure(kind="no_number", message=_printable(f"returned no 'score' but {_shown(sorted(named))}"))
     return Scored(numbers={"acc": numbers["score"], **numbers}, texts=texts)
 
 
@@ -122,13 +122,20 @@ def failure_of(error: BaseException) -> Failure:
     message = f"raised {described_error(error)}"[:_LONGEST]
     if isinstance(error, MemoryError):  # mostly without a message
         message = f"{message.rstrip(': ')} (the limit is ScorerPool.memory_mb)"
-    return Failure(kind="exception", message=_as_utf8(message), where=place_of_error(error))
+    return Failure(kind="exception", message=_printable(message), where=place_of_error(error))
 
 
 def _shown(value: object) -> str:
     """The start of what a function returned, which may be a whole response."""
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def _printable(text: str) -> str:
+    """The text with a ? for each control character, such as those that move a terminal's cursor,
+    and each lone surrogate.
+    """
+    return "".join(char if char.isprintable() or char in "\n\t" else "?" for char in text)
 
 
 def _as_utf8(text: str) -> str:
