@@ -10,6 +10,8 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -72,93 +74,85 @@ def newcomers(folder: Path, victim: int) -> tuple[int, int]:
         time.sleep(0.05)
 
 
-def test_a_run_whose_hosts_lose_each_other_ends_and_names_the_lost_one(tmp_path, base_model, mark, monkeypatch):
+def test_a_run_whose_hosts_lose_each_other_ends_and_names_the_lost_one(cut_run):
     """The cable between two network namespaces is pulled: no process learns of it from a socket."""
-    private_cluster(monkeypatch, tmp_path)
-    detect_lost_nodes_soon(monkeypatch)
-    folder = tmp_path / "run"
-    settings = (
-        *RANKS,
-        *(f"model.path={base_model}", f"trainer.output_dir={tmp_path}", "trainer.run_name=run"),
-        *("trainer.total_training_steps=1000", f"ray.address={HEAD}:{PORT}", f"transfer_queue.listen={HEAD}"),
-        *("ray.start_timeout_s=400", "restart.max_per_hour=0"),
-    )
-    app = [sys.executable, str(Path(__file__).parents[3] / "apps" / "ppo"), *settings]
-    environment = {**os.environ, MARK: mark}
-    with namespaces() as (first, second), two_nodes_in(first, second, environment):
-        run = trained_two_steps(first, app, environment, folder)
-        try:
-            ip("-n", first, "link", "set", "cable", "down")
-            _, err = run.communicate(timeout=200)
-        finally:
-            run.kill()
-            run.communicate()
-    assert run.returncode == 1, err
+    with cut_run("trainer.total_training_steps=1000", "restart.max_per_hour=0") as cut:
+        _, err = cut.run.communicate(timeout=200)
+    assert cut.run.returncode == 1, err
     assert re.search(
         rf"Worker [\w-]+ on \S+ \(node {re.escape(OTHER)}\) died during [\w.]+: .*node was terminated", err
     ), err
 
 
-def test_a_run_continues_on_a_new_host_once_one_has_lost_the_network(tmp_path, base_model, mark, monkeypatch):
+def test_a_run_continues_on_a_new_host_once_one_has_lost_the_network(cut_run):
     """The cable is pulled; then the node in the second network namespace is replaced.
 
     The processes of the lost host run on, and are there when its network comes back.
     """
-    private_cluster(monkeypatch, tmp_path)
-    detect_lost_nodes_soon(monkeypatch)
-    folder, total = tmp_path / "run", 12
-    settings = (
-        *RANKS,
-        *(f"model.path={base_model}", f"trainer.output_dir={tmp_path}", "trainer.run_name=run"),
-        *(f"trainer.total_training_steps={total}", f"ray.address={HEAD}:{PORT}", f"transfer_queue.listen={HEAD}"),
-        *("ray.start_timeout_s=400", "restart.backoff_s=0.1"),
-    )
-    app = [sys.executable, str(Path(__file__).parents[3] / "apps" / "ppo"), *settings]
-    environment = {**os.environ, MARK: mark}
-    with namespaces() as (first, second), two_nodes_in(first, second, environment):
-        run = trained_two_steps(first, app, environment, folder)
-        try:
-            ip("-n", first, "link", "set", "cable", "down")
-            printed = list[str]()
-            for line in run.stdout:
-                printed.append(line)
-                if "for a node to join" in line:
-                    break
-            ip("-n", first, "link", "set", "cable", "up")
-            with node(
-                second, {**environment, "RL_HOST": "b"}, f"--node-ip-address={OTHER}", f"--address={HEAD}:{PORT}"
-            ):
-                out, err = run.communicate(timeout=400)
-        finally:
-            run.kill()
-            run.communicate()
-    assert run.returncode == 0, (printed, out, err)
+    total = 12
+    with cut_run(f"trainer.total_training_steps={total}", "restart.backoff_s=0.1") as cut:
+        printed = list[str]()
+        for line in cut.run.stdout:
+            printed.append(line)
+            if "for a node to join" in line:
+                break
+        ip("-n", cut.first, "link", "set", "cable", "up")
+        words = (f"--node-ip-address={OTHER}", f"--address={HEAD}:{PORT}")
+        with node(cut.second, {**cut.environment, "RL_HOST": "b"}, *words):
+            out, err = cut.run.communicate(timeout=400)
+    assert cut.run.returncode == 0, (printed, out, err)
     before = "".join(printed)
     assert f"(node {OTHER}) died during" in before
     assert "resumes after step" in before
     assert "the run waits up to 400 s (ray.start_timeout_s) for a node to join" in before
-    assert steps(folder) == list(range(1, total + 1))
+    assert steps(cut.folder) == list(range(1, total + 1))
 
 
-def detect_lost_nodes_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have Ray give a node up after 4 checks of 2 s without an answer."""
+@dataclass(frozen=True)
+class CutRun:
+    """A run over two network namespaces, whose cable was pulled after two steps."""
+
+    run: subprocess.Popen[str]
+    folder: Path
+    first: str
+    second: str
+    environment: dict[str, str]
+
+
+@pytest.fixture
+def cut_run(tmp_path, base_model, mark, monkeypatch):
+    """make(*settings) -> context of a CutRun with these settings, killed at the end."""
+    private_cluster(monkeypatch, tmp_path)
+    # Ray gives a node up after 4 checks of 2 s without an answer
     monkeypatch.setenv("RAY_health_check_period_ms", "500")
     monkeypatch.setenv("RAY_health_check_timeout_ms", "2000")
     monkeypatch.setenv("RAY_health_check_failure_threshold", "4")
+    environment, folder = {**os.environ, MARK: mark}, tmp_path / "run"
+    common = (
+        *RANKS,
+        *(f"model.path={base_model}", f"trainer.output_dir={tmp_path}", "trainer.run_name=run"),
+        *(f"ray.address={HEAD}:{PORT}", f"transfer_queue.listen={HEAD}", "ray.start_timeout_s=400"),
+    )
 
+    @contextmanager
+    def make(*settings):
+        app = [sys.executable, str(Path(__file__).parents[3] / "apps" / "ppo"), *common, *settings]
+        with namespaces() as (first, second), two_nodes_in(first, second, environment):
+            run, deadline = start_in(first, app, environment), time.monotonic() + 300
+            try:
+                while len(steps(folder)) < 2:
+                    assert time.monotonic() < deadline
+                    if run.poll() is not None:
+                        assert nodes_start(run.communicate()[1])
+                        run = start_in(first, app, environment)
+                    time.sleep(0.1)
+                ip("-n", first, "link", "set", "cable", "down")
+                yield CutRun(run, folder, first, second, environment)
+            finally:
+                run.kill()
+                run.communicate()
 
-def trained_two_steps(
-    namespace: str, words: list[str], environment: dict[str, str], folder: Path
-) -> subprocess.Popen[str]:
-    """A run in a namespace that has trained two steps, started again while a node starts."""
-    run, deadline = start_in(namespace, words, environment), time.monotonic() + 300
-    while len(steps(folder)) < 2:
-        assert time.monotonic() < deadline
-        if run.poll() is not None:
-            assert nodes_start(run.communicate()[1])
-            run = start_in(namespace, words, environment)
-        time.sleep(0.1)
-    return run
+    return make
 
 
 def start_in(namespace: str, words: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
