@@ -100,7 +100,13 @@ def spawn(name: str, spec: ControllerSpec | UnitSpec, private: Path, logs: Path)
     try:
         with log_file.open("ab") as log:
             process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=(ready_write,), start_new_session=True
+                command,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=os.environ.copy(),  # another thread may set a variable, which moves the memory of all
+                pass_fds=(ready_write,),
+                start_new_session=True,
             )
     except BaseException:
         os.close(ready)
