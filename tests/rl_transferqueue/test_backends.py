@@ -24,7 +24,7 @@ from network_helpers import MIB, rows_of
 from rl_protocol import CapacityTimeout, ConfigError, DataPlaneError, PlaneLostError
 from rl_protocol.ports import DataPlane
 from rl_protocol.testing.data_plane_suite import DataPlaneSuite
-from rl_transferqueue import Client, LocalPlane, TransferQueueConfig, connect, start_local_plane
+from rl_transferqueue import Client, LocalPlane, TransferQueueConfig, check_plane, connect, start_local_plane
 from rl_transferqueue.backends import backend_names, load_backend
 
 ENTRY_POINTS = """[rl_transferqueue.backends]
@@ -91,6 +91,8 @@ def test_backends_that_can_not_be_loaded_say_why(installed: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=match):
             load_backend(name)
+        with pytest.raises(ConfigError, match=match):
+            check_plane(TransferQueueConfig(backend=name))
 
 
 @pytest.mark.parametrize(
@@ -121,8 +123,8 @@ def test_a_backend_loads_where_the_operator_allows_it_and_no_plane_starts_withou
 
 
 def test_a_backend_that_can_not_be_hosted_ends_the_start(installed: Path, tmp_path: Path) -> None:
-    with pytest.raises(PlaneLostError, match=r"(?s)unit-0 process .* ended with status 1.*rltq_ghost"):
-        start_local_plane(TransferQueueConfig(backend="broken"), tmp_path)
+    with pytest.raises(PlaneLostError, match=r"(?s)unit-0 process .* ended with status 1.*must be an absolute path"):
+        start_local_plane(TransferQueueConfig(backend="directory", backend_address="blocks"), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

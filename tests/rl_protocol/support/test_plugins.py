@@ -128,6 +128,15 @@ def test_what_a_plug_in_raises_when_it_is_imported_is_said_with_its_line(point, 
         load_installed(point, listed(entry(distribution="my-things")))
 
 
+def test_a_plug_in_with_an_extra_of_its_name_says_how_to_install_it(point, listed, tmp_path):
+    site = tmp_path / "site"
+    (site / "my_things.py").write_text("import no_such_module_here")
+    metadata = next(site.glob("*.dist-info")) / "METADATA"
+    metadata.write_text(metadata.read_text() + "Provides-Extra: it\n")
+    with pytest.raises(ConfigError, match=r"No module named .* Install my-things\[it\]\."):
+        load_installed(point, listed(entry(distribution="my-things")))
+
+
 def test_a_list_that_everybody_may_write_is_refused(point, listed, tmp_path):
     environment = listed(entry(distribution="my-things"))
     (tmp_path / "plugins.toml").chmod(0o666)

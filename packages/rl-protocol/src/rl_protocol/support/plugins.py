@@ -147,10 +147,18 @@ def load(point: metadata.EntryPoint, *, pinned: bool) -> object:
             return point.load()
     except (Exception, SystemExit) as error:  # boundary to user code, which may raise anything
         missing = isinstance(error, ModuleNotFoundError | OSError)  # OSError: a shared library
-        remedy = "Install its dependencies." if missing else "Repair it, or install a version of it for this release."
+        remedy = _missing(point) if missing else "Repair it, or install a version of it for this release."
         raise ConfigError(
             f"The plug-in {point.name!r} ({owner(point)}) can't be loaded: {located_error(error)}. {remedy}"
         ) from error
+
+
+def _missing(point: metadata.EntryPoint) -> str:
+    """What to do if a plug-in's dependencies are not there; an extra of its name installs them."""
+    dist = point.dist
+    if dist is None or point.name not in (dist.metadata.get_all("Provides-Extra") or ()):
+        return "Install its dependencies."
+    return f"Install {dist.name}[{point.name}]."
 
 
 def installed_plugins(group: str) -> metadata.EntryPoints:

@@ -91,23 +91,12 @@ def backend_names() -> tuple[str, ...]:
     return tuple(sorted({*BUILT_IN, *(point.name for point in _entry_points())}))
 
 
-def check_backend(name: str) -> None:
-    """Check, without importing it, that there is one backend of that name and that it may load.
-
-    Raises:
-        ConfigError: no package offers it, several do, or the operator does not allow it.
-    """
-    if name not in BUILT_IN:
-        from rl_protocol.support.plugins import check_installed  # slow to import
-
-        check_installed(_offered(name))
-
-
 def load_backend(name: str) -> Backend:
     """The backend of that name, which is none of those built in.
 
     Raises:
-        ConfigError: as `check_backend`, or what it needs is not installed, or it is no Backend.
+        ConfigError: no package offers it, several do, or the operator does not allow it; what it
+            needs is not installed; or it is no Backend.
     """
     from rl_protocol.support.plugins import load_installed, owner  # slow to import
 

@@ -14,7 +14,7 @@ import msgspec
 from rl_protocol.errors import ConfigError, PlaneLostError
 from rl_protocol.support.host_identity import this_host
 from rl_protocol.support.options import require
-from rl_transferqueue.backends import BUILT_IN, check_backend
+from rl_transferqueue.backends import BUILT_IN, load_backend
 from rl_transferqueue.client.client import connect
 from rl_transferqueue.client.deadline import deadline_after
 from rl_transferqueue.config import TransferQueueConfig
@@ -211,11 +211,12 @@ def check_plane(config: TransferQueueConfig) -> None:
     """Check what `start_local_plane` would refuse, without starting anything.
 
     Raises:
-        ConfigError: the backend is unknown; the address to listen on can't be used or needs a key;
-            or one of its ports is in use; the journal's folder is on a network file system or in
-            use.
+        ConfigError: the backend is unknown or can't be loaded; the address to listen on can't be
+            used or needs a key; or one of its ports is in use; the journal's folder is on a network
+            file system or in use.
     """
-    check_backend(config.backend)
+    if config.backend not in BUILT_IN:
+        load_backend(config.backend)
     if config.durability != "off" and config.journal_dir:
         check_journal(Path(config.journal_dir))
     if config.listen:
@@ -248,7 +249,8 @@ def start_local_plane(
 
     Raises:
         ConfigError: `runtime_dir` is missing or its path too long; the address to listen on can't
-            be used or needs a key; the backend is unknown; the journal can't be used.
+            be used or needs a key; the backend is unknown or can't be loaded; the journal can't
+            be used.
         PlaneLostError: a process ended or was not ready in time; the message has the end of its
             log.
     """
