@@ -15,7 +15,7 @@ FULL = 4 * PARAMETERS
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["tcp", "gloo"])
+@pytest.mark.parametrize("engine", ["tcp", "gloo", "ray"])
 def test_an_engine_carries_the_weights_of_a_run(app, engine):
     done = app(
         f"checkpoint_engine.backend={engine}",

@@ -29,9 +29,11 @@ def test_an_engine_of_one_process_needs_actor_and_rollout_in_one(name: str, monk
     assert check_sync(config, policy, one_process=True).name == name
 
 
-def test_an_engine_between_processes_is_accepted_for_either_placement() -> None:
+@pytest.mark.parametrize("name", ["shm", "ray"])
+def test_an_engine_between_processes_is_accepted_for_either_placement(name: str) -> None:
+    """Before Ray has started, too."""
     for one_process in (False, True):
-        assert check_sync(CheckpointEngineConfig(backend="shm"), PluginPolicy(), one_process=one_process).name == "shm"
+        assert check_sync(CheckpointEngineConfig(backend=name), PluginPolicy(), one_process=one_process).name == name
 
 
 class Broken(ShmEngine):

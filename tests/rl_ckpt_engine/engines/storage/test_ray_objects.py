@@ -27,8 +27,13 @@ def make() -> CheckpointEngine:
 
 
 def test_outside_a_cluster_the_engine_says_what_to_do() -> None:
+    engine = make()
     with pytest.raises(ConfigError, match=r"call ray\.init\(\)"):
-        make()
+        engine.prepare()
+    with pytest.raises(ConfigError, match=r"call ray\.init\(\)"):
+        asyncio.run(engine.send_weights(make_weights(SHAPES, seed=1), 1, timeout_s=T))
+    engine.close()
+    assert not ray.is_initialized(), "Ray would start a cluster of its own"
 
 
 @pytest.fixture(scope="module")

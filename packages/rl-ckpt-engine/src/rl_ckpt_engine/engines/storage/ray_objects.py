@@ -142,10 +142,8 @@ class ObjectsOfVersion:
 
 class RayEngine(PublishingEngine[ObjectsOfVersion]):
     """Sends through Ray's object store; a sender's memory is one bucket plus two versions in the
-    store.
-
-    Raises:
-        ConfigError: this process is not part of a Ray cluster.
+    store. It is created anywhere, and works in a process that is part of a Ray cluster; elsewhere
+    its calls raise ConfigError.
     """
 
     API_VERSION: ClassVar[int] = 1
@@ -156,15 +154,11 @@ class RayEngine(PublishingEngine[ObjectsOfVersion]):
 
     def __init__(self, config: CheckpointEngineConfig | None = None) -> None:
         super().__init__(config)
-        if not ray.is_initialized():
-            raise ConfigError(
-                "Engine 'ray' needs a Ray cluster, but this process is not part of one: call ray.init() first, or set "
-                "CheckpointEngineConfig.backend to shm or tcp."
-            )
         self._me = RayMember(board=f"weights-{secrets.token_hex(DIGEST_BYTES)}")
         self._board: Any = None
 
     def prepare(self) -> bytes:
+        _require_cluster()
         return msgspec.msgpack.encode(self._me)
 
     @classmethod
@@ -173,6 +167,7 @@ class RayEngine(PublishingEngine[ObjectsOfVersion]):
             _member(member)
 
     def _new_store(self) -> ObjectsOfVersion:
+        _require_cluster()
         if self._board is None:
             actor: Any = _ObjectDirectory
             self._board = actor.options(name=self._me.board, namespace=_NAMESPACE).remote()
@@ -195,6 +190,7 @@ class RayEngine(PublishingEngine[ObjectsOfVersion]):
             yield
 
     async def _find(self, manifest: Manifest, token: bytes, deadline: Deadline) -> list[Any]:
+        _require_cluster()
         with _named(f"Receiving version {manifest.version}"):
             try:
                 board = ray.get_actor(_member(manifest.sender).board, namespace=_NAMESPACE)
@@ -209,6 +205,14 @@ class RayEngine(PublishingEngine[ObjectsOfVersion]):
         board, self._board = self._board, None
         if board is not None and ray.is_initialized():
             ray.kill(board)
+
+
+def _require_cluster() -> None:
+    if not ray.is_initialized():
+        raise ConfigError(
+            "Engine 'ray' needs a Ray cluster, but this process is not part of one: call ray.init() first, or set "
+            "CheckpointEngineConfig.backend to shm or tcp."
+        )
 
 
 class _ObjectReader:
