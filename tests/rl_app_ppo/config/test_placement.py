@@ -232,6 +232,11 @@ def test_other_placements_are_refused(placement, words):
         load_config([f"placement={placement}"])
 
 
+def test_lists_in_the_placement_are_refused():
+    with pytest.raises(ConfigError, match=r"placement must be auto, .* is none of actor, ref, critic, rollout, reward"):
+        load_config(["placement=[[actor,ref],[rollout]]"])
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [

@@ -129,3 +129,15 @@ def test_groups_are_built_from_mappings_and_keep_other_defaults():
     assert model == Model(optim=Optim(lr=0.2))
     assert build(Model, {}) == Model()
     assert pickle.loads(pickle.dumps(model)) == model
+
+
+@pytest.mark.parametrize("value", [[[1]], [{"a": 1}], [True], [1.5], ["one"], "1, x", [None]])
+def test_a_list_takes_no_element_of_another_type(value):
+    with pytest.raises(ConfigError) as caught:
+        build(Model, {"layers": value}, "model.")
+    assert str(caught.value) == f"model.layers must be a list of int; got {value!r}."
+
+
+def test_the_elements_of_a_list_may_be_text():
+    model = build(Model, {"layers": "1, 2", "weights": ["0.5", 2]})
+    assert (model.layers, model.weights) == ((1, 2), (0.5, 2.0))

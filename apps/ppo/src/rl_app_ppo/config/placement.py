@@ -67,7 +67,7 @@ def resolved_placement(chosen: Mapping[str, object], ranks: int) -> tuple[tuple[
         chosen: dotted key -> value of everything that presets and the user set.
         ranks: processes that share the actor.
     """
-    given = tuple(items(chosen.get("placement", AUTO)))
+    given = tuple(map(str, items(chosen.get("placement", AUTO))))
     if given != (AUTO,):
         return given, f"default of placement={','.join(given)}"
     if not ROLLOUT_ENGINES.get(str(chosen.get("rollout.name", "hf"))).shares_process:

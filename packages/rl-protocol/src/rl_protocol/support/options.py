@@ -274,9 +274,23 @@ def _built(hint: Any, value: Any, key: str) -> Any:
         return value
     element = typing.get_args(hint)[0]
     try:
-        return tuple(element(item) for item in items(value))
+        return tuple(_element(element, item) for item in items(value))
     except ValueError as error:
         raise ConfigError(f"{key} must be a list of {element.__name__}; got {value!r}.") from error
+
+
+def _element(kind: type[T], item: object) -> T:
+    """An element of a list, as text or as a number that loses nothing.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if not isinstance(item, str | int | float) or isinstance(item, bool):
+        raise ValueError(item)
+    element = kind(item)
+    if isinstance(item, float) and kind is int and element != item:
+        raise ValueError(item)
+    return element
 
 
 def items(value: object) -> list[Any]:
