@@ -9,7 +9,7 @@ import yaml
 
 from rl_app_ppo.cli.main import main
 from rl_app_ppo.config.loading import load_config, resolve
-from rl_app_ppo.verl_import.convert import import_verl
+from rl_app_ppo.verl_import.convert import from_verl, import_verl
 from rl_app_ppo.verl_import.reading import read_verl
 from rl_protocol import ConfigError
 
@@ -632,3 +632,23 @@ def test_nothing_else_may_be_given_beside(tmp_path, capsys):
 )
 def test_verl_computes_old_log_probs_unless_it_bypasses_them(convert, text, ours):
     assert convert(f"{text} data.train_files=a.parquet")[2]["algorithm"]["old_log_prob"] == ours
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("actor_rollout_ref.model.lora.rank=eight", r"lora\.rank of verl must be a number; got 'eight'"),
+        ("trainer.save_freq={}", r"trainer\.save_freq of verl must be a number; got {}"),
+        ("algorithm.adv_estimator=[gae]", r"algorithm\.adv_estimator of verl can't be \['gae'\]: .* default is 'gae'"),
+        ("critic.model.lora.rank=1e-6", r"critic\.model\.lora\.rank of verl can't be 1e-06"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(tmp_path, setting, message):
+    (tmp_path / "verl.txt").write_text(setting)
+    with pytest.raises(ConfigError, match=message):
+        from_verl(tmp_path / "verl.txt")
+
+
+def test_an_estimator_that_is_not_known_is_lost(tmp_path):
+    (tmp_path / "verl.txt").write_text("algorithm.adv_estimator=mine actor_rollout_ref.rollout.n=4")
+    assert any("mine" in key for key in from_verl(tmp_path / "verl.txt").lost)

@@ -60,7 +60,7 @@ def from_verl(path: Path) -> Conversion:
             message ends with the lines of what is lost.
     """
     imported = import_verl(read_verl(path))
-    algorithm = "ppo" if imported.settings["algorithm.adv_estimator"] == "gae" else "grpo"
+    algorithm = "ppo" if imported.settings.get("algorithm.adv_estimator") == "gae" else "grpo"
     named = [f"{ALGORITHM}={algorithm}", f"{PRESET}={NO_PRESET}"]
     overrides = [*named, *(f"{key}={json.dumps(value)}" for key, value in imported.settings.items())]
     try:
@@ -82,7 +82,7 @@ def import_verl(file: Mapping[str, Value]) -> Imported:
         file: the values of a file, see `read_verl`.
 
     Raises:
-        ConfigError: a value refers to a key that does not exist.
+        ConfigError: a value refers to a key that does not exist, or is of another type than verl's.
     """
     given = {key.lstrip("+~"): None if key.startswith("~") else value for key, value in file.items()}
     given = {key: value for key, value in given.items() if not key.endswith("_target_")}
@@ -96,6 +96,10 @@ def import_verl(file: Mapping[str, Value]) -> Imported:
     engine = str(given.setdefault(f"{ACTOR}.strategy", ENGINES.get(engine, engine)))
     before = {**resolved_defaults(engine), f"{ACTOR}.strategy": "fsdp"}
     verl = Verl(resolved({**defaults(engine), **given}), frozenset(given))
+    for key in verl.given & before.keys():
+        value = verl.values.get(key, {})  # an empty group has no value
+        if _is_number(before[key]) and not (value is None or _is_number(value)):
+            raise ConfigError(f"{key} of verl must be a number; got {value!r}.")
     name, chosen = f"{ROLLOUT}.name", replacing_engine(verl)
     if unnamed := verl.get(name) is None:  # verl 0.9 has no default
         verl = Verl({**verl.values, name: chosen}, verl.given)
@@ -111,6 +115,10 @@ def import_verl(file: Mapping[str, Value]) -> Imported:
     return found
 
 
+def _is_number(value: Value) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _convert(key: str, verl: Verl, before: Mapping[str, Value], found: Imported) -> None:
     value, entry = verl.values[key], find(key)
     changed = key not in before or value != before[key]
@@ -123,7 +131,10 @@ def _convert(key: str, verl: Verl, before: Mapping[str, Value], found: Imported)
         return
     if (value is None and not entry.null) or value == "???":
         return
-    answer: Answer = entry.answer(value, verl)
+    try:
+        answer: Answer = entry.answer(value, verl)
+    except (TypeError, ValueError, OverflowError) as error:  # as of a list where verl has a name
+        raise ConfigError(f"{key} of verl can't be {value!r}: {error}. Its default is {before.get(key)!r}.") from error
     if isinstance(answer, Lost) and key.startswith("critic.") and not verl.has_critic:
         answer = Note("there is no critic with this estimator")
     match answer:

@@ -517,4 +517,4 @@ def trainer_mode(value: Value, verl: Verl) -> Answer:
 def agent_loop(value: Value, _: Verl) -> Answer:
     """The agent of rows without `agent_name`."""
     known = {"single_turn_agent": {}, "tool_agent": {"rollout.session": "tool_agent"}}
-    return known.get(value, Lost("set rollout.session to a session that an installed package offers"))
+    return known.get(str(value), Lost("set rollout.session to a session that an installed package offers"))
