@@ -20,6 +20,8 @@ def test_metrics_history_and_paths(tmp_path: Path):
     assert result.run_folder == tmp_path
     assert result.checkpoint == tmp_path / "checkpoints" / "step-000002"
     assert result.model == tmp_path / "checkpoint"
+    assert "score" not in repr(result)
+    assert str(result.model) in repr(result)
 
 
 def test_a_run_without_steps(tmp_path: Path):

@@ -18,6 +18,7 @@ from rl_app_ppo.outputs.training_warnings import TrainingWarnings
         ([0.25, 0.75], 3, "validation accuracy 0.250 -> 0.750; reward.function failed on 3 responses"),
         ([0.0, 0.0], 0, "0.000 -> 0.000: nothing was learned; look at reward.function, actor.optim.lr and samples/"),
         ([0.0, 0.0], 3, "nothing was learned; see the warnings above; reward.function failed on 3 responses"),
+        ([1.0, 1.0], 0, "1.000 -> 1.000: every answer was right before training, too"),
         ([0.5, 0.25], 0, "0.500 -> 0.250: it fell; look at"),
         ([], 0, "no step was done"),
     ],

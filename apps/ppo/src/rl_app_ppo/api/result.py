@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rl_app_ppo.outputs.metrics_file import read_metrics
@@ -13,11 +13,14 @@ from rl_trainer.checkpoints.checkpoint_folder import step_name
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """The metrics and the files of a finished run."""
+    """The metrics and the files of a finished run.
 
-    metrics: Mapping[str, float]
+    Its repr, which a notebook prints, has the files alone.
+    """
+
+    metrics: Mapping[str, float] = field(repr=False)
     """Metrics of the last step, with those of the validation after it; empty without a step."""
-    history: Sequence[Mapping[str, float]]
+    history: Sequence[Mapping[str, float]] = field(repr=False)
     """Metrics of every step in order, with the key `step`: the lines of `metrics.jsonl`. Step 0 is
     the validation before training. A resumed run has the steps before its checkpoint too.
     """

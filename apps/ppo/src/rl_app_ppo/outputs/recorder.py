@@ -122,6 +122,8 @@ class Recorder:
         line = ", ".join(filter(None, (f"{label} {first:.3f} -> {last:.3f}", after)))
         if last > first or (self._filtered and not validated):
             return line + lost
+        if last == first == 1.0:
+            return f"{line}: every answer was right before training, too{lost}"
         verdict = "nothing was learned" if last == first else _fall(first, last, self.problems.get(of, 0))
         advice = (
             "see the warnings above" if self._warnings.seen else "look at reward.function, actor.optim.lr and samples/"
