@@ -39,3 +39,13 @@ def test_a_damaged_key_is_named(tmp_path, key):
     (tmp_path / "samples" / "1.jsonl").write_bytes(msgspec.json.Encoder().encode_lines(rows))
     with pytest.raises(ConfigError, match=f"A sample has a damaged key: '{key}'"):
         read_samples(tmp_path, None, train=False, sort="key")
+
+
+def test_samples_in_another_encoding_are_named(tmp_path):
+    (tmp_path / "config.yaml").touch()
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "samples").mkdir()
+    rows = msgspec.json.Encoder().encode_lines([row("t1-0/0/0", Scored(numbers={"score": 1.0}))])
+    (tmp_path / "samples" / "1.jsonl").write_bytes(rows.replace(b'"p"', b'"\x99"'))
+    with pytest.raises(ConfigError, match=r"The samples .*1\.jsonl can't be read"):
+        read_samples(tmp_path, None, train=False, sort="key")

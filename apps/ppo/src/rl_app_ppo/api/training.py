@@ -9,7 +9,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 from rich.text import Text
 
@@ -32,6 +31,7 @@ from rl_app_ppo.outputs.startup_times import Startup
 from rl_app_ppo.report.page import write_report
 from rl_ckpt_engine import PluginPolicy
 from rl_protocol import ConfigError, RLError
+from rl_protocol.errors import UNREADABLE
 from rl_trainer.checkpoints.checkpoint_folder import step_of
 from rl_trainer.rollout.agents.mcp import forget_servers
 from rl_transferqueue.journal.disk_journal import remove_journal
@@ -129,7 +129,7 @@ def _print_outcome(recorder: Recorder, screen: Screen, files: RunFiles) -> None:
     try:
         if (answers := read_answers(files.samples)) is not None:
             screen.answers(answers)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *UNREADABLE) as error:
         screen.note(f"the answers in {files.samples} can't be shown: {error}")
 
 

@@ -13,6 +13,7 @@ from rl_app_ppo.outputs.answers import files_by_step, one_line
 from rl_app_ppo.outputs.run_folder import files_of
 from rl_app_ppo.outputs.run_record import read_run
 from rl_protocol import BatchError, ConfigError, RowKey
+from rl_protocol.errors import UNREADABLE
 from rl_trainer.record.record_rows import TrajectoryRow
 from rl_trainer.rewards.scorer import Failure, Scored
 from rl_trainer.workers.sample_log import SampleRow
@@ -112,7 +113,7 @@ def _sample(row: TrajectoryRow) -> SampleRow:
 def _read(path: Path) -> list[SampleRow]:
     try:
         return msgspec.json.Decoder(SampleRow).decode_lines(path.read_bytes())
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise ConfigError(f"The samples {path} can't be read: {error}.") from error
 
 

@@ -53,7 +53,7 @@ def read_answers(samples: Path) -> Answers | None:
 
     Raises:
         OSError: a file can't be read.
-        msgspec.DecodeError: a file does not hold samples.
+        msgspec.DecodeError, UnicodeDecodeError: a file does not hold samples.
     """
     steps = sorted(files_by_step(samples))
     if len(steps) < 2:

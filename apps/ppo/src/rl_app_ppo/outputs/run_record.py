@@ -6,10 +6,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
 from rl_app_ppo.outputs.run_folder import RECORD
 from rl_protocol import ConfigError
+from rl_protocol.errors import UNREADABLE
 from rl_protocol.ports import WeightSyncReport
 from rl_trainer.record.read_record import Record, read_record
 from rl_trainer.record.record_file import DRIVER, RecordFile
@@ -67,5 +66,5 @@ def read_run(run: Path, most_tokens: int | None = None, *, step: int | None = No
     folder = run / RECORD
     try:
         return read_record(folder, most_tokens, step=step)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise ConfigError(f"The record {folder} can't be read: {error}.") from error

@@ -33,6 +33,7 @@ from jinja2.nodes import Name, Scope
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from rl_protocol.errors import UNREADABLE
 from rl_protocol.support.host.this_process import end_with_parent, limit_memory
 
 START_S = 60.0
@@ -158,7 +159,7 @@ class _Child:
             raise RunawayTemplateError(f"its process answered with {length} bytes")
         try:
             return _answers.decode(self._take(length, deadline, timeout_s))
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise RunawayTemplateError(f"its process gave an unreadable answer: {error}") from error
 
     def _take(self, count: int, deadline: float, timeout_s: float) -> bytes:
