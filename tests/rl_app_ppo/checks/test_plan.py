@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import numpy as np
@@ -27,7 +28,7 @@ from rl_app_ppo.cli.main import main
 from rl_app_ppo.config.loading import load_config
 from rl_app_ppo.inputs.tokenizer import vision_of
 from rl_ckpt_engine import PluginPolicy
-from rl_protocol import BatchData, ragged
+from rl_protocol import BatchData, ConfigError, ragged
 from rl_trainer.backends.parallel_strategy import PlainStrategy
 from rl_trainer.backends.peft_lora import attach
 from rl_trainer.backends.torch_policy import TorchPolicyBackend
@@ -97,6 +98,14 @@ def test_weights_keys_and_values_are_counted_as_by_hand(folder, tmp_path):
     untied = model_size(tmp_path, LoraConfig())
     assert (untied.weights, untied.head) == (size.weights + WORDS * HIDDEN, WORDS * HIDDEN)
     assert (untied.body.weights, untied.body.outside) == (size.weights, size.outside)
+
+
+@pytest.mark.parametrize(("name", "value"), [("hidden_act", "x"), ("use_sliding_window", {}), ("dtype", "llama")])
+def test_a_wrong_field_of_the_configuration_is_named(folder, tmp_path, name, value):
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, name: value}))
+    with pytest.raises(ConfigError, match=rf"(?s)model\.path='{tmp_path}' can't be loaded .* Look at its config\.json"):
+        model_size(tmp_path, LoraConfig())
 
 
 def test_of_a_model_with_adapters_only_these_are_trained(folder):

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from rl_protocol import ConfigError
-from rl_protocol.support.hf_checkpoint import INDEX, safetensors_files
+from rl_protocol.support.hf_checkpoint import INDEX, safetensors_files, text_fields
 
 
 def test_the_files_of_the_index_or_the_only_one(tmp_path):
@@ -28,3 +28,8 @@ def test_a_damaged_index_is_refused(tmp_path, content):
     (tmp_path / INDEX).write_bytes(content.encode("utf-8", "surrogateescape"))
     with pytest.raises(ConfigError, match=r"index\.json can't be read"):
         safetensors_files(tmp_path)
+
+
+@pytest.mark.parametrize("text", [None, 1.5, "qwen2", []])
+def test_a_text_part_of_another_type_has_no_fields(text):
+    assert text_fields({"vocab_size": 8, "text_config": text})["vocab_size"] == 8

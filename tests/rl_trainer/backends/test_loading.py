@@ -219,3 +219,15 @@ def test_a_folder_that_lacks_weights_is_refused(tmp_path, load, change, message)
     save_file(change(load_file(file)), file, metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=message):
         load(path)
+
+
+@pytest.mark.parametrize(("name", "value"), [("hidden_act", "float16"), ("dtype", "llama"), ("num_key_value_heads", 0)])
+def test_a_wrong_field_of_the_configuration_is_named_with_its_folder(tmp_path, name, value):
+    path = tied(tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, name: value}))
+    for call in (lambda: load_model(path), lambda: load_unread(path, packed=False)):
+        with pytest.raises(
+            ConfigError, match=rf"{path}.* can't be loaded as a transformers .* Look at its config\.json"
+        ):
+            call()

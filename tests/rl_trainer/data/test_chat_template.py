@@ -118,7 +118,10 @@ def test_a_broken_template_is_named_with_its_folder_and_what_to_fix(tmp_path, fi
     assert "or set PromptEncoder.load to another folder" in str(caught.value)
 
 
-@pytest.mark.parametrize("config", ["[]", "{", '{"chat_template": [{"name": "default"}]}'])
+@pytest.mark.parametrize(
+    "config",
+    ["[]", "{", '{"chat_template": [{"name": "default"}]}', '{"eos_token": 1}', '{"pad_token": {"lstrip": false}}'],
+)
 def test_a_tokenizer_config_of_another_form_is_refused(tmp_path, config):
     characters().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(config)

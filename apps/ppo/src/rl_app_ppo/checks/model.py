@@ -19,6 +19,7 @@ from rl_app_ppo.inputs.tokenizer import load_tokenizer
 from rl_app_ppo.inputs.verl_adapter import check_verl_adapter
 from rl_app_ppo.inputs.weight_files import check_weights
 from rl_protocol import ConfigError
+from rl_protocol.support.hf_checkpoint import text_fields
 from rl_protocol.support.peft_config import VALUE_HEAD
 from rl_trainer import needs_critic
 from rl_trainer.config.adapter_folder import check_adapter, join_expert_shapes
@@ -219,8 +220,7 @@ def _check_padding(config: AppConfig, path: Path) -> None:
 
 def _check_vocabulary(path: Path, largest: int) -> None:
     """Check that the model has an embedding for every token of the prompts."""
-    described = read_json(path / "config.json", str(path))
-    size = described.get("vocab_size", (described.get("text_config") or {}).get("vocab_size"))
+    size = text_fields(read_json(path / "config.json", str(path))).get("vocab_size")
     if isinstance(size, int) and largest >= size:
         raise ConfigError(
             f"model.path={str(path)!r}: the prompts hold token {largest}, and the model's vocab_size is {size}: tokenizer and model do not "

@@ -15,9 +15,8 @@ from transformers.integrations.moe import ExpertsInterface
 from rl_app_ppo.checks.role_memory import ModelSize, TowerSize
 from rl_app_ppo.demo.model import model_config
 from rl_app_ppo.demo.settings import ModelSettings
-from rl_protocol import ConfigError
 from rl_trainer.backends.experts.adapters import adapted_experts
-from rl_trainer.backends.loading import layer_names, model_class
+from rl_trainer.backends.loading import layer_names, model_class, readable
 from rl_trainer.backends.output_head import OutputHead
 from rl_trainer.config.lora import LoraConfig
 from rl_trainer.data.images import FAMILIES
@@ -35,15 +34,13 @@ def model_size(path: Path | None, lora: LoraConfig) -> ModelSize:
     Raises:
         ConfigError: transformers can't make a language model from its configuration.
     """
-    try:
+    with readable(f"model.path={str(path)!r}"):
         config: Any = (
             model_config(ModelSettings())
             if path is None
             else AutoConfig.from_pretrained(str(path), local_files_only=True)
         )
         model = _shapes(config, torch.float32)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path={str(path)!r} can't be planned: {error}") from error
     weights = sum(parameter.numel() for parameter in model.parameters())
     linear = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     covered = [module for name, module in linear.items() if lora.rank and lora.covers(name)]

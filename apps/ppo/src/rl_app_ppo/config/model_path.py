@@ -17,7 +17,7 @@ from typing import Any, cast
 from rl_app_ppo.config.full_keys import reference_errors
 from rl_app_ppo.config.schema import AppConfig
 from rl_protocol import ConfigError, RLError
-from rl_protocol.support.hf_checkpoint import INDEX, safetensors_files
+from rl_protocol.support.hf_checkpoint import INDEX, safetensors_files, text_fields
 
 ADVICE = "Give a folder written by save_pretrained, or leave model.path empty for the demo model."
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -241,9 +241,7 @@ def model_context(path: Path) -> int:
     Raises:
         ConfigError: its config.json names none.
     """
-    described = read_json(path / "config.json", str(path))
-    text = described.get("text_config")  # the text part of a vision model
-    context = described.get("max_position_embeddings", text.get("max_position_embeddings") if text else None)
+    context = text_fields(read_json(path / "config.json", str(path))).get("max_position_embeddings")
     if not isinstance(context, int):
         raise ConfigError(f"model.path={str(path)!r}: config.json names no max_position_embeddings. {ADVICE}")
     return context

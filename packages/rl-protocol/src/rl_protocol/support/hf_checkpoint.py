@@ -44,4 +44,5 @@ def text_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
     >>> text_fields({"model_type": "qwen2_vl", "text_config": {"vocab_size": 8}})["vocab_size"]
     8
     """
-    return {**config, **(config.get("text_config") or {})}
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, Mapping) else config

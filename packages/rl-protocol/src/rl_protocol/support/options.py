@@ -279,7 +279,7 @@ def _built(hint: Any, value: Any, key: str) -> Any:
         raise ConfigError(f"{key} must be a list of {element.__name__}; got {value!r}.") from error
 
 
-def _element(kind: type[T], item: object) -> T:
+def _element(kind: Callable[[Any], T], item: object) -> T:
     """An element of a list, as text or as a number that loses nothing.
 
     Raises:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from rl_protocol import ConfigError
-from rl_protocol.errors import UNREADABLE
+from rl_protocol.errors import UNREADABLE, described_error
 from rl_trainer.backends.packing import PACKED_ATTENTION, register_packed_attention
 from rl_trainer.backends.world import World
 from rl_trainer.data.images import FAMILIES
@@ -26,6 +27,7 @@ from rl_trainer.kernels.linear import use_faster_linear
 
 _logger = logging.getLogger(__name__)
 
+_NO_MODEL = "can't be loaded as a transformers causal language model"
 _FLOATS = ("F64", "F32", "F16", "BF16")
 """Element types that a model in float32 is read from."""
 
@@ -43,7 +45,7 @@ def load_model(path: str | Path, *, packed: bool = False, dtype: torch.dtype = t
             `data.model_families.JOINED_FAMILIES` or `data.images.FAMILIES`.
     """
     kind, attention = _kind(path, packed=packed)
-    try:
+    with readable(_named(path)):
         model, found = kind.from_pretrained(
             str(path),
             dtype=dtype,
@@ -52,8 +54,6 @@ def load_model(path: str | Path, *, packed: bool = False, dtype: torch.dtype = t
             ignore_mismatched_sizes=True,
             **attention,
         )
-    except (OSError, ValueError) as error:
-        raise _unreadable(path, error) from error
     if shapes := [f"{name} {list(saved)}, not {list(own)}" for name, saved, own in sorted(found["mismatched_keys"])]:
         raise _unreadable(path, f"weights have other shapes than its config.json says: {_some(shapes)}")
     if missing := sorted(found["missing_keys"]):
@@ -74,7 +74,7 @@ def _kind(path: str | Path, *, packed: bool) -> tuple[Any, dict[str, Any]]:
     family, attention = _family(path), dict[str, Any]()
     if packed:
         if reason := why_padded(family):
-            raise ConfigError(f"load_model.path={str(path)!r} {reason}; set UpdateConfig.use_remove_padding to false.")
+            raise ConfigError(f"{_named(path)} {reason}; set UpdateConfig.use_remove_padding to false.")
         register_packed_attention()
         language = {"text_config": PACKED_ATTENTION} if family in FAMILIES else PACKED_ATTENTION
         attention = {"attn_implementation": language}
@@ -88,16 +88,33 @@ def model_class(family: str) -> Any:
 
 def _family(path: str | Path) -> str:
     """`model_type` of the model in a folder."""
-    try:
+    with readable(_named(path)):
         return str(AutoConfig.from_pretrained(str(path), local_files_only=True).model_type)
-    except (OSError, ValueError) as error:
-        raise _unreadable(path, error) from error
 
 
 def _unreadable(path: str | Path, error: Exception | str) -> ConfigError:
-    return ConfigError(
-        f"load_model.path={str(path)!r} can't be loaded as a transformers causal language model: {error}"
-    )
+    return ConfigError(f"{_named(path)} {_NO_MODEL}: {error}")
+
+
+def _named(path: str | Path) -> str:
+    return f"load_model.path={str(path)!r}"
+
+
+@contextmanager
+def readable(what: str) -> Generator[None]:
+    """Context in which transformers reads the model of a folder, or makes it from its config.json.
+
+    Raises:
+        ConfigError: it can't; the message begins with `what`.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{what} {_NO_MODEL}: {error}") from error
+    except (MemoryError, RuntimeError):  # not of the folder
+        raise
+    except Exception as error:  # boundary to transformers, where a wrong field may raise anything
+        raise ConfigError(f"{what} {_NO_MODEL}: {described_error(error)}. Look at its config.json.") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +186,10 @@ def load_unread(path: Path, *, packed: bool) -> tuple[Any, UnreadWeights | None]
     try:
         files = _files(path)
         zeros = {name: zero for file in sorted(set(files.values())) for name, zero in _zeros(file).items()}
-        model = _of_zeros(path, kind, zeros, attention) if zeros and zeros.keys() == files.keys() else None
     except (SafetensorError, OSError, *UNREADABLE) as error:
         raise _unreadable(path, error) from error
+    with readable(_named(path)):
+        model = _of_zeros(path, kind, zeros, attention) if zeros and zeros.keys() == files.keys() else None
     places = None if model is None else _places(model, files)
     if places is None:
         _logger.warning(

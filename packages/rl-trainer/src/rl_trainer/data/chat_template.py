@@ -109,7 +109,7 @@ class PromptEncoder:
             raise _unreadable(folder, error) from error
         config, text = _tokenizer_config(folder), read_template(folder, with_tools=bool(tools))
         special = {
-            name: _content(config[name])
+            name: _content(folder, name, config[name])
             for name in ("bos_token", "eos_token", "unk_token", "pad_token")
             if config.get(name)
         }
@@ -196,7 +196,7 @@ def _tokenizer_config(folder: Path) -> dict[str, Any]:
         raise _unreadable(folder, error) from error
 
 
-def _unreadable(folder: Path, error: Exception) -> ConfigError:
+def _unreadable(folder: Path, error: Exception | str) -> ConfigError:
     return ConfigError(
         f"The tokenizer in {folder} can't be read: {error}. Save the model's tokenizer there (tokenizer.save_pretrained), or set "
         "PromptEncoder.load to a folder that has one."
@@ -237,5 +237,9 @@ def _chosen(template: object, *, with_tools: bool) -> str:
     return template if isinstance(template, str) else ""
 
 
-def _content(token: Any) -> str:
-    return token if isinstance(token, str) else str(token["content"])
+def _content(folder: Path, name: str, token: object) -> str:
+    """The text of a special token, which the file has alone or as a field."""
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        raise _unreadable(folder, f"{name} of tokenizer_config.json must be text; got {token!r}")
+    return text

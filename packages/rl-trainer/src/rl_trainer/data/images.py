@@ -204,7 +204,8 @@ class Vision:
             ConfigError: a file of the folder can't be read, or lacks settings.
         """
         config = _json(folder / "config.json")
-        name = f"{folder} ({', '.join(config.get('architectures') or ['a model without a name'])})"
+        classes = config.get("architectures")
+        name = f"{folder} ({', '.join(map(str, classes)) if isinstance(classes, list) else 'a model without a name'})"
         if "vision_config" not in config:
             return f"{name} reads only text"
         if config.get("model_type") not in FAMILIES:
