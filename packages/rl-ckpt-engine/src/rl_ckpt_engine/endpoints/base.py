@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rl_ckpt_engine.endpoints.operations import Endpoint, operation
 from rl_ckpt_engine.engines.contract import CheckpointEngine, check_capabilities
+from rl_protocol.errors import WeightSyncError
 
 
 class EngineEndpoint(Endpoint):
@@ -11,7 +12,24 @@ class EngineEndpoint(Endpoint):
 
     def __init__(self, engine: CheckpointEngine) -> None:
         check_capabilities(type(engine))
-        self._engine = engine
+        self._opened = engine
+        self._closed = False
+
+    @property
+    def _engine(self) -> CheckpointEngine:
+        """The engine.
+
+        Raises:
+            WeightSyncError: the endpoint is closed: its engine would take memory again.
+        """
+        if self._closed:
+            raise WeightSyncError(f"This {type(self).__name__} is closed; make another one.")
+        return self._opened
+
+    def close(self) -> None:
+        """Close the engine; safe to call twice."""
+        self._closed = True
+        self._opened.close()
 
     @operation
     async def prepare(self) -> bytes:

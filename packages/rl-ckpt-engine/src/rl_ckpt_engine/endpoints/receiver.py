@@ -265,7 +265,7 @@ class ReceiverEndpoint(EngineEndpoint):
     def close(self) -> None:
         """Drop received weights and close the engine; safe to call twice."""
         self._staged = None
-        self._engine.close()
+        super().close()
 
     async def _stop_running(self, timeout_s: float) -> None:
         """Stop a call of the engine whose caller is gone."""

@@ -128,7 +128,8 @@ class SenderEndpoint(EngineEndpoint):
     @operation
     async def abort(self) -> None:
         """Withdraw the version that was sent and not finalized."""
-        self._engine.abort()
+        if not self._closed:  # then nothing is published
+            self._engine.abort()
 
     @operation
     async def republish(self, timeout_s: float) -> bytes:
@@ -138,10 +139,6 @@ class SenderEndpoint(EngineEndpoint):
             WeightSyncError: there is none, or the engine has no cache.
         """
         return (await self._engine.republish(timeout_s=timeout_s)).encode()
-
-    def close(self) -> None:
-        """Close the engine; safe to call twice."""
-        self._engine.close()
 
 
 SenderHandle: TypeAlias = SenderEndpoint
