@@ -103,7 +103,7 @@ class SenderEndpoint(EngineEndpoint):
 
     def _weights(self) -> Generator[WeightTensor]:
         if self._dtype:
-            return cast_all(self._source.named_weights(), self._dtype)
+            return cast_all(_iterated(self._source.named_weights()), self._dtype)
         if not (self._engine.capabilities.direct and self._source.capabilities.direct):
             return _iterated(self._source.named_weights())
         source = cast("DirectSender", self._source)
@@ -164,10 +164,20 @@ class FollowerEndpoint(Endpoint):
 
 
 def _iterated(weights: Iterable[WeightTensor]) -> Generator[WeightTensor]:
-    """Iterate over the weights; closing this iterator closes the inner one."""
+    """Iterate over the weights; closing this iterator closes the inner one.
+
+    Raises:
+        WeightSyncError: the source yields something else.
+    """
     iterator = iter(weights)
     try:
-        yield from iterator
+        for weight in iterator:
+            if not isinstance(weight, WeightTensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise WeightSyncError(
+                    f"The source yielded a {type(weight).__name__} instead of a WeightTensor; of a name and a torch tensor, "
+                    "rl_protocol.torch.to_weight makes one."
+                )
+            yield weight
     finally:
         if isinstance(iterator, Generator):
             iterator.close()
