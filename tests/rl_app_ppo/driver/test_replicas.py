@@ -22,7 +22,7 @@ from rl_ckpt_engine import (
     SenderEndpoint,
 )
 from rl_ckpt_engine.endpoints.operations import METHODS
-from rl_protocol import WeightSyncError, WeightTensor, WorkerDiedError, WorkerError
+from rl_protocol import RLError, WeightSyncError, WeightTensor, WorkerDiedError, WorkerError
 from rl_protocol.ports import WeightCapabilities
 from rl_rollout_vllm import EngineDiedError
 
@@ -423,3 +423,16 @@ def test_replicas_that_can_not_be_replaced_and_do_not_sleep_end_the_run(run):
         process.deaths = ["weights.sleep"]
     with pytest.raises(WeightSyncError, match="'sleep' failed on every replica"):
         asyncio.run(ReplicaSync(run.manager, []).sleep(weights_follow=True))
+
+
+class Broken(CheckpointEngineManager):
+    """A manager of the user's."""
+
+    async def update_weights(self, version: int):
+        raise KeyError(f"version {version}")
+
+
+def test_a_manager_of_the_users_that_raises_ends_the_run_with_its_name_and_line(run):
+    sync = ReplicaSync(Broken(run.sender, []), run.replicas)
+    with pytest.raises(RLError, match=r"weight manager Broken failed: KeyError: 'version 1' \(.*replicas\.py:\d+\)"):
+        asyncio.run(sync.update_weights(1))

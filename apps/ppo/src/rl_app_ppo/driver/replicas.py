@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 from rl_app_ppo.driver.restart_policy import RestartLimitError, RestartPolicy
 from rl_ckpt_engine import CheckpointEngineManager, ReceiverEndpoint, remote
 from rl_protocol import RLError, WeightSyncError, WorkerDiedError
+from rl_protocol.errors import located_error
 from rl_protocol.ports import Memory, WeightSyncReport
 from rl_rollout_vllm import EngineDiedError
 from rl_trainer import WorkerHandle
@@ -190,6 +191,7 @@ class ReplicaSync:
         Raises:
             WeightSyncError: no replica has the version although none was lost, or it failed twice.
             WorkerError: a new process did not start.
+            RLError: a manager of the user's raised something else.
         """
         began = time.time()
         report = await self._update(version)
@@ -199,14 +201,28 @@ class ReplicaSync:
 
     async def _update(self, version: int) -> WeightSyncReport:
         try:
-            return await self._manager.update_weights(version)
+            return await self._sync(version)
         except WeightSyncError:
             lost = [replica for replica in self._replicas if replica.lost]
             if not lost:
                 raise
         for replica in lost:
             await replica.replace_lost()
-        return await self._manager.update_weights(version)
+        return await self._sync(version)
+
+    async def _sync(self, version: int) -> WeightSyncReport:
+        try:
+            return await self._manager.update_weights(version)
+        except RLError:
+            raise
+        except Exception as error:  # boundary to user code, which may raise anything
+            manager = type(self._manager)
+            if manager is CheckpointEngineManager:
+                raise
+            raise RLError(
+                f"The weight manager {manager.__qualname__} failed: {located_error(error)}. Repair it, or take it out of "
+                "checkpoint_engine.checkpoint_manager_class."
+            ) from error
 
     async def sleep(self, *, weights_follow: bool) -> int | None:
         """Free memory of the replicas; see RolloutMemory."""
