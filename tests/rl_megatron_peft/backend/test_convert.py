@@ -60,6 +60,16 @@ def test_to_a_checkpoint_to_resume_from_and_back(convert, models, tmp_path, fuse
     assert_is(tmp_path / "back", shape, base)
 
 
+@pytest.mark.parametrize("to", ["peft", "resume"])
+@pytest.mark.parametrize("alpha", [None, 6.0])
+def test_what_is_no_checkpoint_is_refused_before_everything_else(convert, tmp_path, to, alpha):
+    with pytest.raises(AdapterError, match="typo does not exist"):
+        convert(tmp_path / "typo", tmp_path / "new", to=to, base=tmp_path / "no_model", alpha=alpha)
+    with pytest.raises(AdapterError, match=r"holds no known format: expected manifest\.json"):
+        convert(tmp_path, tmp_path / "new", to=to, base=tmp_path / "no_model", alpha=alpha)
+    assert not (tmp_path / "new").exists()
+
+
 def peft_tensors(adapter):
     """Return module -> side -> bytes."""
     return {name: {side: t.data.tobytes() for side, t in p.tensors().items()} for name, p in adapter.pairs.items()}
@@ -224,7 +234,7 @@ def test_what_does_not_fit_together_is_refused(convert, models, tmp_path):
     with pytest.raises(AdapterError, match="base_model_fingerprint"):
         convert(tmp_path / "peft", tmp_path / "new", to="resume", base=models / "qwen3")
     (tmp_path / "half" / "dist_ckpt").mkdir(parents=True)
-    for folder, words in (("half", "writing it did not finish"), ("nowhere", "expected manifest.json")):
+    for folder, words in (("half", "writing it did not finish"), ("nowhere", "does not exist")):
         with pytest.raises(AdapterError, match=words) as caught:
             convert(tmp_path / folder, tmp_path / "new", to="peft", base=base)
         assert caught.value.field == "layout"

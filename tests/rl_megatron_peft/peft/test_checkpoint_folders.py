@@ -35,6 +35,12 @@ def test_folders_are_told_apart_and_refused_by_name(tmp_path: Path, make: str, k
     assert (caught.value.file, caught.value.field) == (str(tmp_path), "layout")
 
 
+def test_a_folder_that_does_not_exist_is_refused_as_such(tmp_path: Path):
+    with pytest.raises(AdapterError, match="nothing does not exist; name the folder of a checkpoint") as caught:
+        refuse_unless_resumable(tmp_path / "nothing")
+    assert (caught.value.file, caught.value.field) == (str(tmp_path / "nothing"), "layout")
+
+
 def test_whole_checkpoints_come_by_steps(tmp_path: Path):
     for name in ("step-10", "step-9", "step-11", ".step-12.partial", "other"):
         (tmp_path / name).mkdir()

@@ -7,7 +7,7 @@ from typing import Literal
 
 from rl_megatron_peft.backend.io.verl_legacy import read_legacy
 from rl_megatron_peft.peft.adapter_folder import read_adapter, write_adapter
-from rl_megatron_peft.peft.checkpoint_folders import FolderKind, folder_kind
+from rl_megatron_peft.peft.checkpoint_folders import FolderKind, folder_kind, refuse_unless_resumable
 from rl_protocol import ConfigError
 
 Format = Literal["peft", "resume"]
@@ -36,6 +36,8 @@ def convert(
         OutputError: `target` exists or can't be written.
     """
     kind = folder_kind(source)
+    if kind in (FolderKind.UNKNOWN, FolderKind.UNFINISHED):
+        refuse_unless_resumable(source)
     if (alpha is None) == (kind is FolderKind.LEGACY):
         raise ConfigError(
             f"alpha must be set for verl's old format, which does not store it, and only for that; {source} holds {kind.value}.",

@@ -59,6 +59,8 @@ def refuse_unless_resumable(path: Path) -> None:
         AdapterError: it is not; says what it is instead and what to do.
     """
     kind = folder_kind(path)
+    if kind is FolderKind.UNKNOWN and not path.exists():
+        raise AdapterError(f"{path} does not exist; name the folder of a checkpoint.", file=str(path), field="layout")
     advice = {
         FolderKind.PEFT: "it holds no optimizer; load it as an adapter (load_adapter) and start from there",
         FolderKind.LEGACY: "its files hold no optimizer; convert it with rl-megatron-peft convert --to resume",
