@@ -8,6 +8,7 @@ import pytest
 
 from rl_protocol import ConfigError, RolloutError
 from rl_protocol.ports import GenerationRequest, SamplingParams
+from rl_rollout_vllm import EngineDiedError
 
 LONG = SamplingParams(max_new_tokens=50, ignore_eos=True)
 DEADLINE_S = 60.0
@@ -124,3 +125,18 @@ def test_a_pause_outlives_a_sleep(opened):
     asyncio.run(engine.resume())
     assert client.log[-1] == "resume"
     asyncio.run(engine.generate([request()], LONG))
+
+
+@pytest.mark.parametrize("change", ["pause", "sleep"])
+def test_requests_do_not_wait_for_an_engine_that_died_of_a_change(opened, change):
+    engine, client = opened(call_timeout_s=600.0)
+    client.dead = True
+
+    async def scenario():
+        with pytest.raises(EngineDiedError):
+            await getattr(engine, change)()
+        async with asyncio.timeout(DEADLINE_S):
+            await engine.generate([request()], LONG)
+
+    with pytest.raises(EngineDiedError):
+        asyncio.run(scenario())

@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from contextlib import contextmanager, suppress
@@ -571,6 +572,21 @@ def test_a_tied_head_follows_its_embedding(tmp_path):
             generate(engine)
         with pytest.raises(EngineDiedError):
             engine.load_weights(weights_of(newest), 2)
+
+
+@pytest.mark.parametrize("at", ["update", "sleep"])
+def test_an_engine_that_dies_of_a_call_ends_the_call(path, at):
+    """vLLM never answers a call that is in flight when the process ends."""
+    with running(path, call_timeout_s=600.0) as engine:
+        os.kill(engine_process(engine), signal.SIGSTOP)  # so that it can't answer before it is killed
+        killing = threading.Timer(0.5, os.kill, (engine_process(engine), signal.SIGKILL))
+        killing.start()
+        began = time.monotonic()
+        with pytest.raises(EngineDiedError):
+            engine.load_weights(weights_of(model(1)), 1) if at == "update" else asyncio.run(engine.sleep(1))
+        assert time.monotonic() - began < 60  # not at the deadline
+        with pytest.raises(EngineDiedError):
+            generate(engine)
 
 
 OWNER = """

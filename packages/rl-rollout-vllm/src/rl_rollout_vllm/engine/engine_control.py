@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Generator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Literal
 
 from rl_protocol.errors import ConfigError, RLError, RolloutError, WeightSyncError
@@ -50,7 +50,7 @@ class EngineControl:
 
     async def pause(self, mode: Literal["abort", "keep"]) -> None:
         """Close admission, and abort or keep the running requests."""
-        async with self._changing:
+        async with self._change():
             self._admission.close("pause", "the engine is paused, call resume")
             if mode == "abort":
                 self._requests.stop_responses()
@@ -60,7 +60,7 @@ class EngineControl:
 
     async def resume(self) -> None:
         """Undo `pause`."""
-        async with self._changing:
+        async with self._change():
             await self._reopen("pause")
 
     async def sleep(self, level: int) -> int | None:
@@ -71,7 +71,7 @@ class EngineControl:
                 f"This vLLM engine can't sleep at level {level}; levels that give memory back here: {list(levels)}. On GPUs "
                 "set VLLMConfig.sleep_mode; on CPU level 2 is not possible because vLLM's weights are prepacked."
             )
-        async with self._changing:
+        async with self._change():
             if self._asleep:
                 raise RolloutError("The vLLM engine sleeps already; call wake.")
             self._admission.close("sleep", "the engine sleeps, call wake")
@@ -86,7 +86,7 @@ class EngineControl:
 
     async def wake(self, part: MemoryPart | None) -> None:
         """Undo `sleep` for one part of the memory, or for all of it."""
-        async with self._changing:
+        async with self._change():
             if part == "kv_cache" and "weights" in self._asleep:
                 raise RolloutError("Wake the weights of the vLLM engine before its keys and values.")
             for one in tuple(self._asleep):
@@ -104,7 +104,7 @@ class EngineControl:
             version: the version of what it loads.
             whole: it loads all weights of the model.
         """
-        async with self._changing:
+        async with self._change():
             if "weights" in self._asleep:
                 raise RolloutError(
                     "The weights of the vLLM engine sleep: call wake('weights') before loading new ones."
@@ -130,6 +130,16 @@ class EngineControl:
         if self._admission.would_admit_without(name):
             await self._client.resume()
         self._admission.reopen(name)
+
+    @asynccontextmanager
+    async def _change(self) -> AsyncGenerator[None]:
+        """Let one change happen at a time; if it finds that the engine has died, requests fail."""
+        async with self._changing:
+            try:
+                yield
+            except EngineDiedError as error:
+                self._admission.fail(error)
+                raise
 
     @contextmanager
     def _fail_unless_done(self, version: int) -> Generator[None]:

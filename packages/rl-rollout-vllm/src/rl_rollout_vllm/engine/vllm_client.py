@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Coroutine, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -128,16 +128,26 @@ class VLLMClient:
             await asyncio.to_thread(resources)  # the rest of shutdown
         await terminate_context(resources.ctx)
 
-    async def _within(self, work: Any) -> Any:
+    async def _within(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Await a call of the engine until the deadline or the end of its process.
+
+        vLLM answers calls in flight no more if the process ends, but it stops reading its output.
+        """
+        call, reader = asyncio.ensure_future(work), self._engine.output_handler
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await work
+                await asyncio.wait([call, *filter(None, [reader])], return_when=asyncio.FIRST_COMPLETED)
+            if not call.done():
+                raise _died()
+            return call.result()
         except EngineDeadError as error:
             raise _died() from error
         except TimeoutError as error:
             raise RolloutError(
                 f"The vLLM engine did not answer within {self._timeout_s:g} s (call_timeout_s)."
             ) from error
+        finally:
+            call.cancel()
 
 
 async def _stop_reading(engine: Any) -> None:
