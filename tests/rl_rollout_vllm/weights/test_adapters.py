@@ -80,3 +80,10 @@ def test_a_pickled_adapter_is_refused_with_the_way_to_convert_it(folder):
     (path / "adapter_model.safetensors").rename(path / "adapter_model.bin")
     with pytest.raises(ConfigError, match=r"adapter_model\.bin is a pickle.*save_pretrained\(new_folder\)"):
         read_adapter(path, ROOM)
+
+
+def test_a_truncated_adapter_is_named(folder):
+    file = folder() / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(ConfigError, match=r"adapter_model\.safetensors is truncated or damaged: .*lora_B"):
+        read_adapter(file.parent, ROOM)

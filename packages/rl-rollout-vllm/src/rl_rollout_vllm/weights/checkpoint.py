@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 
 from rl_protocol.batch.weight_tensor import WeightTensor
-from rl_protocol.errors import ConfigError
+from rl_protocol.errors import ConfigError, SchemaError
 from rl_protocol.support.hf_checkpoint import safetensors_files, text_fields
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -176,7 +176,10 @@ def read_tensors(file: Path) -> list[WeightTensor]:
         if entry["dtype"] not in _DTYPES:
             raise ConfigError(f"{file}: tensor {name!r} has elements of the unknown type {entry['dtype']!r}.")
         begin, end = entry["data_offsets"]
-        tensors.append(WeightTensor(name, _DTYPES[entry["dtype"]], tuple(entry["shape"]), data[begin:end]))
+        try:
+            tensors.append(WeightTensor(name, _DTYPES[entry["dtype"]], tuple(entry["shape"]), data[begin:end]))
+        except SchemaError as error:
+            raise ConfigError(f"{file} is truncated or damaged: {error}") from error
     return tensors
 
 
