@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 
 import pytest
@@ -30,3 +31,18 @@ def test_the_end_of_a_loop_that_a_late_call_blocks_hides_no_error_and_comes_afte
     assert not loop._thread.is_alive()
     monkeypatch.undo()
     loop.close()
+
+
+def test_a_closed_loop_runs_nothing_and_says_so():
+    loop = LoopThread()
+    loop.close()
+    begun: list[int] = []
+
+    async def work() -> None:
+        begun.append(1)
+
+    with pytest.raises(RolloutError, match="The vLLM engine is closed; start a new one"):
+        loop.run(work(), 60)
+    with pytest.raises(RolloutError, match="The vLLM engine is closed; start a new one"):
+        asyncio.run(loop.call(work()))
+    assert not begun

@@ -599,6 +599,24 @@ def test_folders_and_settings_that_do_not_fit(checkpoint, tmp_path):
         VLLMConfig(model_path="x", kv_cache_bytes=-1)
 
 
+def test_a_closed_engine_refuses_every_call(opened, other_weights):
+    engine, _ = opened()
+    engine.close()
+
+    async def read_stream():
+        return [made async for made in engine.stream(request(), LONG)]
+
+    for call in (
+        lambda: generate(engine, [request()]),
+        lambda: engine.load_weights(other_weights, 1),
+        lambda: asyncio.run(engine.sleep(1)),
+        lambda: asyncio.run(read_stream()),
+    ):
+        with pytest.raises(RolloutError, match="The vLLM engine is closed"):
+            call()
+    assert engine.weight_version == 0
+
+
 def test_an_engine_that_fails_to_close_leaves_no_thread_and_no_memory(
     opened, other_weights, memory_of_buckets, monkeypatch
 ):

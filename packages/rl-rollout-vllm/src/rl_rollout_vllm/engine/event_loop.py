@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Coroutine
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from typing import Any, Generic, TypeVar
 
 from rl_protocol.errors import RolloutError
@@ -26,9 +26,9 @@ class LoopThread:
         """Run a coroutine and block until it is done; it is cancelled at the deadline.
 
         Raises:
-            RolloutError: the deadline passed.
+            RolloutError: the deadline passed, or the loop is closed.
         """
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = self._submit(work)
         try:
             return future.result(timeout_s)
         except TimeoutError as error:
@@ -38,8 +38,18 @@ class LoopThread:
             raise RolloutError(f"The vLLM engine did not answer within {timeout_s:g} s.") from error
 
     async def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine from another loop; cancelling the caller cancels the coroutine."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        """Run a coroutine from another loop; cancelling the caller cancels the coroutine.
+
+        Raises:
+            RolloutError: the loop is closed.
+        """
+        return await asyncio.wrap_future(self._submit(work))
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        if self._loop.is_closed():
+            work.close()
+            raise RolloutError("The vLLM engine is closed; start a new one.")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self) -> None:
         """Cancel all tasks and end the thread; safe to call twice.
