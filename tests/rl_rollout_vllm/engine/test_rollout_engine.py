@@ -590,6 +590,16 @@ def test_log_probs_the_engine_does_not_report_are_refused(opened):
     assert client.seen == []
 
 
+def test_parameters_that_vllm_does_not_serve_are_refused(opened):
+    engine, client = opened()
+    for ids in ((8,), (3, -1)):
+        with pytest.raises(ConfigError, match=rf"stop_token_ids must lie in 0\.\.7, .* got \[{ids[-1]}\]"):
+            generate(engine, [request()], stop_token_ids=ids)
+    with pytest.raises(ConfigError, match="set routed_experts to False"):
+        generate(engine, [request()], routed_experts=True)
+    assert client.seen == []
+
+
 def test_folders_and_settings_that_do_not_fit(checkpoint, tmp_path):
     with pytest.raises(ConfigError, match=r"config\.json can't be read.*Hugging Face folder"):
         VLLMRolloutEngine(VLLMConfig(model_path=str(tmp_path)))

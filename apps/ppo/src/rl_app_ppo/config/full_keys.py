@@ -42,6 +42,7 @@ _PASSED_ON = {
     "RemoteScorer.timeout_s": "reward.timeout_s",
     "Rendezvous.interface": "trainer.network_interface",
     "SamplingParams.max_new_tokens": "rollout.response_length",
+    "SamplingParams.stop_token_ids": "rollout.stop_token_ids",
     "ScorerPool.memory_mb": "reward.memory_mb",
     "ScorerPool.name": "reward.function",
     "ScorerPool.timeout_s": "reward.timeout_s",

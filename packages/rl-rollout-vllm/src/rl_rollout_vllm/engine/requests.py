@@ -33,6 +33,12 @@ def check_requests(
     """
     if params.stop and not config.tokenizer:
         raise ConfigError("Stop strings need an engine with VLLMConfig.tokenizer=True; this one reads no text.")
+    if params.routed_experts:
+        raise ConfigError("A vLLM engine does not report the experts of tokens; set routed_experts to False.")
+    if outside := [token for token in params.stop_token_ids if not 0 <= token < model.vocabulary]:
+        raise ConfigError(
+            f"SamplingParams.stop_token_ids must lie in 0..{model.vocabulary - 1}, the vocabulary of the model; got {outside}."
+        )
     mode = required_logprobs_mode(params)
     if mode not in (None, config.logprobs_mode):
         raise ConfigError(
