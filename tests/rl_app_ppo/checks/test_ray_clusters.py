@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import socket
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -15,7 +17,7 @@ import pytest
 import ray
 import ray._raylet
 
-from rl_app_ppo.checks.ray_clusters import check_address_is_read, check_cluster, check_no_other
+from rl_app_ppo.checks.ray_clusters import check_address_is_read, check_cluster, check_no_other, check_ray_folder
 from rl_app_ppo.config.schema import RayConfig
 from rl_protocol import ConfigError
 
@@ -127,3 +129,22 @@ def test_a_ray_of_somebody_else_on_this_machine_is_named(monkeypatch: pytest.Mon
     check_no_other(RayConfig(address="auto"))
     processes("bash", "raylet")
     check_no_other(RayConfig())
+
+
+def test_a_folder_that_the_sockets_of_ray_can_not_lie_in_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    assert check_ray_folder(RayConfig()) == "/tmp"
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "no"))
+    with pytest.raises(ConfigError, match=rf"RAY_TMPDIR={tmp_path}/no, .* must be a folder .* or unset it\.$"):
+        check_ray_folder(RayConfig())
+    check_ray_folder(RayConfig(address="auto"))
+    monkeypatch.setattr(Path, "is_dir", lambda _: True)
+    monkeypatch.setattr(os, "access", lambda *_: True)
+    monkeypatch.setattr(os, "getpid", lambda: 4_194_304)
+    monkeypatch.setenv("RAY_TMPDIR", "/scratch/a/user")
+    check_ray_folder(RayConfig())
+    monkeypatch.setenv("RAY_TMPDIR", "/scratch/a/users")
+    with pytest.raises(ConfigError, match=r"must have a path of at most 15 bytes, .* got 16\. Set RAY_TMPDIR"):
+        check_ray_folder(RayConfig())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import platform
+import tempfile
 import threading
 from functools import partial
 
@@ -16,7 +18,7 @@ from ray._private.utils import check_version_info
 from rl_app_ppo.cluster import ray_session
 from rl_app_ppo.cluster.ray_session import check_ray_is_free
 from rl_app_ppo.config.schema import RayConfig, TrainerConfig
-from rl_protocol import ConfigError, WorkerError
+from rl_protocol import ConfigError, OutputError, WorkerError
 
 
 def test_a_process_that_uses_ray_itself_is_refused(monkeypatch: pytest.MonkeyPatch):
@@ -39,6 +41,31 @@ def test_a_token_of_the_caller_is_back_after_the_run(monkeypatch: pytest.MonkeyP
     with ray_session.private_folder() as folder:
         assert os.environ[ray_session.TOKEN_PATH] == str(folder.with_name("token"))
     assert os.environ[ray_session.TOKEN_PATH] == "mine"
+
+
+def test_a_folder_of_ray_without_room_is_an_error_of_the_output(monkeypatch: pytest.MonkeyPatch):
+    def full(*_args: object, **_settings: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    with (
+        pytest.raises(OutputError, match=r"The folder of Ray can't .*: No space left on device\. .*RAY_TMPDIR"),
+        ray_session.private_folder(),
+    ):
+        raise AssertionError("there is none")
+
+
+def test_an_error_of_the_system_while_ray_starts_ends_the_run_with_its_reason(monkeypatch: pytest.MonkeyPatch):
+    def full(**_settings: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/logs")
+
+    async def session() -> None:
+        async with ray_session.ray_session(RayConfig(address="auto"), TrainerConfig(), None):
+            raise AssertionError("it has not started")
+
+    monkeypatch.setattr(ray, "init", full)
+    with pytest.raises(WorkerError, match=r"Ray did not start \(auto\): .*No space left on device: '/tmp/logs'\."):
+        asyncio.run(session())
 
 
 def _init(done: threading.Event, **_settings: object) -> None:

@@ -1,4 +1,5 @@
-"""Check the Ray that a run would meet: the cluster of `ray.address`, and others on this machine."""
+"""Check the Ray that a run would meet or start: the cluster of `ray.address`, others on this
+machine, and the folder of one for the run alone."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import platform
 import socket
 from importlib import import_module
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -17,6 +19,12 @@ from rl_protocol import ConfigError
 
 _ANSWER_TIMEOUT_S = 5.0
 _ADDRESS = "RAY_ADDRESS"
+_FOLDER = "RAY_TMPDIR"
+RAY_PREFIX = "rl-app-ppo-ray-"
+"""Of the folder of a Ray for the run alone."""
+_LONGEST_SOCKET = RAY_PREFIX + "12345678/ray/session_2026-12-31_23-59-59_999999_{pid}/sockets/plasma_store"
+"""Of the sockets in that folder; the process is that of the driver."""
+_SOCKET_PATH_LIMIT = 103 if platform.system() == "Darwin" else 107
 _SERVER = "gcs_server"
 """Name of the process that every Ray cluster has once."""
 _HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
@@ -130,6 +138,34 @@ def check_address_is_read(config: RayConfig) -> str:
             f"unset {_ADDRESS}"
         )
     return f"{_ADDRESS}={theirs} is used" if theirs else f"{_ADDRESS} is not set"
+
+
+def ray_folder() -> Path:
+    """Where a Ray for the run alone gets its folder: RAY_TMPDIR or /tmp, as TMPDIR may be long."""
+    return Path(os.environ.get(_FOLDER) or "/tmp").absolute()
+
+
+def check_ray_folder(config: RayConfig) -> str:
+    """Check that a Ray for the run alone can have its folder with its sockets.
+
+    Raises:
+        ConfigError: it can't: there is no such folder, no right to write there, or its path is too
+            long.
+    """
+    if config.address != LOCAL:
+        return "that of the cluster"
+    folder = ray_folder()
+    where = f"{_FOLDER}={folder}, in which Ray gets its folder (/tmp where it is not set),"
+    remedy = f"Set {_FOLDER} to a local folder with a short path, or unset it."
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"{where} must be a folder in which this user may write. {remedy}")
+    most = _SOCKET_PATH_LIMIT - len(f"/{_LONGEST_SOCKET.format(pid=os.getpid())}")
+    if len(os.fsencode(folder)) > most:
+        raise ConfigError(
+            f"{where} must have a path of at most {most} bytes, because those of its sockets have at most {_SOCKET_PATH_LIMIT}; got "
+            f"{len(os.fsencode(folder))}. {remedy}"
+        )
+    return str(folder)
 
 
 def check_no_other(config: RayConfig) -> None:

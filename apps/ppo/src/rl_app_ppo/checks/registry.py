@@ -20,7 +20,7 @@ from rl_app_ppo.checks.machine import (
 from rl_app_ppo.checks.memory import available_bytes, check_plane_size, step_bytes
 from rl_app_ppo.checks.model import check_context, check_model, check_models_fit
 from rl_app_ppo.checks.prompts import check_prompts_are_known
-from rl_app_ppo.checks.ray_clusters import check_address_is_read, check_cluster, check_no_other
+from rl_app_ppo.checks.ray_clusters import check_address_is_read, check_cluster, check_no_other, check_ray_folder
 from rl_app_ppo.checks.reference import check_reference, check_teacher_prompt
 from rl_app_ppo.checks.rewards import check_rewards, check_sources
 from rl_app_ppo.config.devices import idle_gpus
@@ -301,6 +301,12 @@ CHECKS = (
         used_by=BEFORE,
         remedy="ray.address",
         level="warning",
+    ),
+    Check(
+        name="RAY_TMPDIR",
+        look=lambda facts: check_ray_folder(facts.config.ray),
+        used_by=BEFORE,
+        remedy="RAY_TMPDIR",
     ),
     Check(
         name="algorithm",

@@ -12,18 +12,20 @@ import secrets
 import signal
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 
 import ray
 from ray._private import ray_constants
 
+from rl_app_ppo.checks.ray_clusters import RAY_PREFIX, ray_folder
 from rl_app_ppo.cluster.environment import compute_settings, environment
 from rl_app_ppo.cluster.local.fork_server import ForkServer
 from rl_app_ppo.cluster.local.head_node import head_node
 from rl_app_ppo.config.schema import LOCAL, RayConfig, TrainerConfig
 from rl_protocol import ConfigError, WorkerError
+from rl_protocol.support.disk_writes import write_errors
 from rl_protocol.support.temporary_folders import temporary_folder
 
 TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"  # noqa: S105 - the name of a variable
@@ -31,22 +33,23 @@ _MISMATCH = "Version mismatch"
 """The begin of Ray's error about a cluster with another version of Ray or Python."""
 LATE_S = 10.0
 """Longest wait for a late start of Ray, before its processes are left to the end of ours."""
-_PREFIX = "rl-app-ppo-ray-"
 
 
 @contextmanager
 def private_folder() -> Generator[Path]:
     """A folder for ray.init(_temp_dir=...), beside the token that Ray requires from callers.
 
-    Ray makes its folder readable to all users, so it lies in one of mode 0700. That one is below
-    RAY_TMPDIR or /tmp: the path of a unix socket has at most 107 bytes, and TMPDIR may be long.
+    Ray makes its folder readable to all users, so it lies in one of mode 0700.
     """
-    with temporary_folder(_PREFIX, Path(os.environ.get("RAY_TMPDIR", "/tmp"))) as folder:
-        token = folder / "token"
-        with os.fdopen(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(_token())
-        with environment({TOKEN_PATH: str(token)}):
-            yield folder / "ray"
+    with ExitStack() as stack:
+        remedy = "Free some space there, or set RAY_TMPDIR to another local folder."
+        with write_errors(ray_folder(), "The folder of Ray", remedy):
+            folder = stack.enter_context(temporary_folder(RAY_PREFIX, ray_folder()))
+            token = folder / "token"
+            with os.fdopen(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(_token())
+        stack.enter_context(environment({TOKEN_PATH: str(token)}))
+        yield folder / "ray"
 
 
 @cache
@@ -104,6 +107,7 @@ async def ray_session(
 
     Raises:
         ConfigError: the cluster runs another version of Ray or Python.
+        OutputError: the folder of Ray can't be written.
         WorkerError: Ray did not start in time, or the cluster can't be joined.
     """
     async with AsyncExitStack() as stack:
@@ -122,7 +126,7 @@ async def ray_session(
         try:
             async with asyncio.timeout(config.start_timeout_s):
                 await asyncio.shield(starting)
-        except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             if str(error).startswith(_MISMATCH):
                 raise ConfigError(
                     f"The cluster of ray.address={config.address} runs another Ray or Python than this process. "
