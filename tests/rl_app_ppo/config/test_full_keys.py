@@ -5,12 +5,19 @@ from __future__ import annotations
 import json
 import logging
 import re
+from pathlib import Path
 
 import pytest
 
 from rl_app_ppo.checks.facts import Facts
 from rl_app_ppo.checks.registry import preflight
-from rl_app_ppo.config.full_keys import FullKeysFormatter, full_keys_in_errors, full_keys_in_logs, with_full_keys
+from rl_app_ppo.config.full_keys import (
+    FullKeysFormatter,
+    RunLog,
+    full_keys_in_errors,
+    full_keys_in_logs,
+    with_full_keys,
+)
 from rl_app_ppo.config.loading import load_config
 from rl_ckpt_engine import PluginPolicy
 from rl_protocol import CapacityTimeout, ConfigError
@@ -105,3 +112,14 @@ def test_rows_that_are_skipped_before_a_run_are_named_with_its_keys(tmp_path, ca
     assert message.startswith(
         f"left out: 1 bad row: {file}, row 65: missing fields: reward_model or ground_truth (data.ground_truth_key);"
     )
+
+
+def test_a_log_on_a_full_disk_prints_no_traceback_and_can_be_closed(capsys: pytest.CaptureFixture[str]) -> None:
+    log = RunLog(Path("/dev/full"))
+    logger = logging.Logger("rl")
+    logger.addHandler(log)
+    logger.warning("lost")
+    assert not capsys.readouterr().err
+    logger.warning("%d", "no number")
+    assert "not str" in capsys.readouterr().err
+    log.close()

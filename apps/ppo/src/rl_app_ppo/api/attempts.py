@@ -13,7 +13,7 @@ from pathlib import Path
 from rl_app_ppo.api.event_loop import run_interruptibly
 from rl_app_ppo.api.restarts import Death
 from rl_app_ppo.cluster.local.fork_server import ForkServer, fork_server
-from rl_app_ppo.config.full_keys import FullKeysFormatter
+from rl_app_ppo.config.full_keys import RunLog
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.driver.restart_policy import RestartPolicy
 from rl_app_ppo.driver.run import RunPlan, run
@@ -152,8 +152,7 @@ def _logged(path: Path) -> Generator[None]:
 
     Handlers of the caller print no more than without the run.
     """
-    handler = logging.FileHandler(path)
-    handler.setFormatter(FullKeysFormatter())
+    handler = RunLog(path)
     root = logging.getLogger()
     before, theirs = root.level, [(other, other.level) for other in root.handlers]
     for other, level in theirs:

@@ -1,4 +1,4 @@
-"""Keys of the app in texts of the packages, which name their own parameters.
+"""Keys of the app in texts and logs of the packages, which name their own parameters.
 
 A package writes `RolloutConfig.n`, which is an option, or `CheckpointWriter.keep`, an argument that
 the app passes on.
@@ -10,9 +10,11 @@ import dataclasses
 import functools
 import logging
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from rl_app_ppo.config.schema import AppConfig
@@ -138,3 +140,21 @@ class FullKeysFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return with_full_keys(super().format(record))
+
+
+class RunLog(logging.FileHandler):
+    """The log of a process of a run. A line that can't be written, as on a full disk, is missing:
+    the outputs of the run say so, and end it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.setFormatter(FullKeysFormatter())
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name in logging
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from rl_app_ppo.config.full_keys import FullKeysFormatter
+from rl_app_ppo.config.full_keys import RunLog
 from rl_app_ppo.config.placement import Role
 from rl_app_ppo.garbage_collection import without_gc
 from rl_app_ppo.rank_network import RankNetwork, rank_interface
@@ -85,8 +85,7 @@ class WorkerProcess:
         self._name = name
         self._record: RecordFile | None = None
         self._lends_gpu = False
-        handler = logging.FileHandler(log_path)
-        handler.setFormatter(FullKeysFormatter())
+        handler = RunLog(log_path)
         logging.getLogger().addHandler(handler)
         if logs_output:
             _print_into(log_path)
