@@ -55,16 +55,25 @@ def test_a_folder_of_ray_without_room_is_an_error_of_the_output(monkeypatch: pyt
         raise AssertionError("there is none")
 
 
-def test_an_error_of_the_system_while_ray_starts_ends_the_run_with_its_reason(monkeypatch: pytest.MonkeyPatch):
-    def full(**_settings: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/logs")
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "/tmp/logs"), ".*No space left on device: '/tmp/logs'"),
+        (Exception("The current node timed out during startup."), "The current node timed out during startup"),
+    ],
+)
+def test_any_error_while_ray_starts_ends_the_run_with_its_reason(
+    error: Exception, why: str, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(**_settings: object) -> None:
+        raise error
 
     async def session() -> None:
         async with ray_session.ray_session(RayConfig(address="auto"), TrainerConfig(), None):
             raise AssertionError("it has not started")
 
-    monkeypatch.setattr(ray, "init", full)
-    with pytest.raises(WorkerError, match=r"Ray did not start \(auto\): .*No space left on device: '/tmp/logs'\."):
+    monkeypatch.setattr(ray, "init", fail)
+    with pytest.raises(WorkerError, match=rf"Ray did not start \(auto\): {why}\."):
         asyncio.run(session())
 
 

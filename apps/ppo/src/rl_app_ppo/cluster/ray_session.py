@@ -24,7 +24,7 @@ from rl_app_ppo.cluster.environment import compute_settings, environment
 from rl_app_ppo.cluster.local.fork_server import ForkServer
 from rl_app_ppo.cluster.local.head_node import head_node
 from rl_app_ppo.config.schema import LOCAL, RayConfig, TrainerConfig
-from rl_protocol import ConfigError, WorkerError
+from rl_protocol import ConfigError, RLError, WorkerError
 from rl_protocol.support.disk_writes import write_errors
 from rl_protocol.support.temporary_folders import temporary_folder
 
@@ -126,7 +126,9 @@ async def ray_session(
         try:
             async with asyncio.timeout(config.start_timeout_s):
                 await asyncio.shield(starting)
-        except (OSError, RuntimeError, ValueError) as error:
+        except RLError:
+            raise
+        except Exception as error:  # of any type: Ray also raises Exception itself
             if str(error).startswith(_MISMATCH):
                 raise ConfigError(
                     f"The cluster of ray.address={config.address} runs another Ray or Python than this process. "
