@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+import warnings
 
 import msgspec
 import pytest
@@ -190,6 +192,28 @@ def test_cancelling_a_sync_resumes_all() -> None:
     asyncio.run(run())
     assert all(receiver.calls[-1] == "resume" for receiver in receivers)
     assert sender.calls[-1] == "abort"
+
+
+def test_a_sync_that_is_cancelled_before_its_calls_run_has_made_none() -> None:
+    async def run(ticks: int) -> bool:
+        _, _, manager = system(None, None)
+        sync = asyncio.create_task(manager.update_weights(1))
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        sync.cancel()
+        await asyncio.wait([sync])
+        return sync.cancelled()
+
+    for ticks in range(1, 100):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            cancelled = asyncio.run(run(ticks))
+            gc.collect()
+        assert not [str(warning.message) for warning in found], f"cancelled after {ticks} ticks"
+        if not cancelled:
+            assert ticks > 5
+            return
+    raise AssertionError("the sync has not ended")
 
 
 def test_versions_must_grow_and_only_one_sync_runs() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
+from functools import partial
 
 from rl_ckpt_engine.endpoints.receiver import ReceiverHandle
 from rl_ckpt_engine.endpoints.sender import SenderHandle
@@ -63,7 +64,7 @@ class LateJoin:
         limit = self._timeout_s
         for name, source in self._sources.items():
             try:
-                manifest = Manifest.decode(await call_one("republish", name, limit, source.republish(limit)))
+                manifest = Manifest.decode(await call_one("republish", name, limit, partial(source.republish, limit)))
             except WeightSyncError as error:
                 self._reasons.append(str(error))
                 continue
@@ -72,13 +73,13 @@ class LateJoin:
 
     async def _catch_up(self, handle: ReceiverHandle, manifest: Manifest) -> None:
         name, version, limit = handle.name, manifest.version, self._timeout_s
-        await call_one("pause", name, limit, handle.pause(limit))
+        await call_one("pause", name, limit, lambda: handle.pause(limit))
         moved = await self._receive_strategy.move(manifest.encode(), {name: handle}, limit)
         if moved.failed:
             raise WeightSyncError(moved.failed[name])
         ack = moved.done[name]
         if (ack.version, ack.digest) != (version, manifest.digest):
             raise WeightSyncError(f"receive: {name} acknowledged version {ack.version}, which is not what was sent")
-        active = await call_one("activate", name, limit, handle.activate(version, limit))
+        active = await call_one("activate", name, limit, lambda: handle.activate(version, limit))
         if active != version:
             raise WeightSyncError(f"activate: {name} reports version {active}")

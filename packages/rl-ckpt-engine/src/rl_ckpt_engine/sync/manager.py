@@ -149,9 +149,9 @@ class CheckpointEngineManager:
                 sources = self._replicas.in_use
                 await LateJoin(self._sender, sources, committed, limit, self._receive_strategy).run(handle)
             if self.generation.stopped:
-                await call_one("pause", handle.name, limit, handle.pause(limit))
+                await call_one("pause", handle.name, limit, lambda: handle.pause(limit))
             elif committed is not None:
-                await call_one("resume", handle.name, limit, handle.resume(limit))
+                await call_one("resume", handle.name, limit, lambda: handle.resume(limit))
             self._replicas.add(handle)
 
     def quarantine(self, name: str, reason: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 from rl_ckpt_engine.endpoints.receiver import ReceiverHandle
@@ -23,8 +24,10 @@ class Outcome(Generic[T]):
     """Name of the peer -> why it failed."""
 
 
-async def call_one(phase: str, peer: str, timeout_s: float, call: Awaitable[T]) -> T:
-    """Await a call to one peer under a deadline, turning its errors into WeightSyncError.
+async def call_one(phase: str, peer: str, timeout_s: float, call: Callable[[], Awaitable[T]]) -> T:
+    """Make a call to one peer under a deadline, turning its errors into WeightSyncError.
+
+    A task of it that is cancelled before it runs makes no call.
 
     Raises:
         WeightSyncError: the call failed or timed out; names phase and peer.
@@ -32,7 +35,7 @@ async def call_one(phase: str, peer: str, timeout_s: float, call: Awaitable[T]) 
     limit = asyncio.timeout(timeout_s)
     try:
         async with limit:
-            return await call
+            return await call()
     except (RLError, TimeoutError, OSError) as error:
         if limit.expired():
             raise WeightSyncError(
@@ -53,7 +56,8 @@ async def call_all(
     An unexpected exception (a bug) is raised after all calls have ended.
     """
     results = await asyncio.gather(
-        *(call_one(phase, name, timeout_s, call(handle)) for name, handle in receivers.items()), return_exceptions=True
+        *(call_one(phase, name, timeout_s, partial(call, handle)) for name, handle in receivers.items()),
+        return_exceptions=True,
     )
     done: dict[str, T] = {}
     failed: dict[str, str] = {}

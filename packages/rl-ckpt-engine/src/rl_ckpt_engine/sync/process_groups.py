@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
 import msgspec
@@ -223,11 +223,11 @@ class GroupReceive:
         prepared = await call_all("prepare", receivers, timeout_s, lambda handle: handle.prepare())
         if not prepared.done:
             return prepared.failed
-        sender = await call_one("prepare", _SENDER, timeout_s, self._sender.prepare())
+        sender = await call_one("prepare", _SENDER, timeout_s, self._sender.prepare)
         topology = self._engine.build_topology(sender, list(prepared.done.values()))
         members = dict(zip(prepared.done, topology.receivers, strict=True))
         await asyncio.gather(
-            _reason(call_one("join", _SENDER, timeout_s, self._sender.join(topology.sender, timeout_s))),
+            _reason("join", timeout_s, lambda: self._sender.join(topology.sender, timeout_s)),
             call_all(
                 "join",
                 {name: receivers[name] for name in members},
@@ -239,7 +239,7 @@ class GroupReceive:
         return prepared.failed
 
     async def _serve(self, manifest: bytes, timeout_s: float) -> str:
-        return await _reason(call_one("serve", _SENDER, timeout_s, self._sender.serve(manifest, timeout_s)))
+        return await _reason("serve", timeout_s, lambda: self._sender.serve(manifest, timeout_s))
 
 
 def receive_strategy(engine: type[CheckpointEngine] | None, sender: SenderHandle, *, prefetch: bool) -> ReceiveStrategy:
@@ -253,10 +253,10 @@ def _with(reason: str, served: str) -> str:
     return f"{reason} ({served})" if served else reason
 
 
-async def _reason(call: Awaitable[object]) -> str:
-    """Why the call failed; empty if it succeeded."""
+async def _reason(phase: str, timeout_s: float, call: Callable[[], Awaitable[object]]) -> str:
+    """Why a call to the sender failed; empty if it succeeded."""
     try:
-        await call
+        await call_one(phase, _SENDER, timeout_s, call)
     except WeightSyncError as error:
         return error.message
     return ""

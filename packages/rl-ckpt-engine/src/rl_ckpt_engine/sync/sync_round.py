@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 from rl_ckpt_engine.endpoints.receiver import ReceiveAck, ReceiverHandle
@@ -149,7 +150,7 @@ class SyncRound:
     async def _send(self) -> tuple[bytes, Manifest]:
         self.phase, start = "send", time.monotonic()
         sent, not_prefetching = await asyncio.gather(
-            call_one("send", _SENDER, self._timeout_s, self._read()),
+            call_one("send", _SENDER, self._timeout_s, self._read),
             self._receive_strategy.prefetch(self._version, self._receivers, self._timeout_s),
             return_exceptions=True,  # a failed send does not leave calls behind
         )
@@ -234,8 +235,10 @@ class SyncRound:
         """Finalize or abort the senders. A failure is logged; the next send reports it again."""
         beside = {f"the sender beside {name}": rank for name, rank in self._local_senders.items()}
         for name, sender in {_SENDER: self._sender, **beside}.items():
-            done = sender.finalize(self._version) if self._moved else sender.abort()
+            phase, end = (
+                ("finalize", partial(sender.finalize, self._version)) if self._moved else ("abort", sender.abort)
+            )
             try:
-                await call_one("finalize" if self._moved else "abort", name, self._timeout_s, done)
+                await call_one(phase, name, self._timeout_s, end)
             except WeightSyncError as error:
                 _log.warning("After the sync of version %d: %s.", self._version, error)
