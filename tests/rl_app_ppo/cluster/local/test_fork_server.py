@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import time
-from contextlib import closing
+from contextlib import closing, suppress
+
+import pytest
 
 from rl_app_ppo.cluster.local import fork_client
 from rl_app_ppo.cluster.local import fork_server as module
 from rl_app_ppo.cluster.local.fork_server import ForkServer, fork_server, started_early
 from rl_app_ppo.cluster.lost_processes import fate
 from rl_app_ppo.watchdog.stacks import descendants
+from rl_protocol.support.host.portable import uses_linux
 
 WAITS = "import os, select\nselect.select([0], [], [])\nos._exit(7)\n"
 """A module whose import lasts until the driver closes its end."""
+NAMED = "open('/proc/self/comm', 'w').write('raylet')\n"
 
 
 def test_one_that_serves_no_worker_yet_is_ended_in_the_middle_of_its_imports(tmp_path, monkeypatch):
@@ -69,3 +74,41 @@ def test_a_worker_that_is_still_starting_ends_with_it(tmp_path):
     while not fate(pid):
         assert time.monotonic() < deadline, "the worker runs"
         time.sleep(0.01)
+
+
+@pytest.mark.skipif(not uses_linux(), reason="only Linux kills a process with its parent")
+def test_a_worker_that_was_not_forked_ends_with_its_raylet(tmp_path):
+    """Regression: it lived for half a minute after a driver that was killed."""
+    started, worker, raylet = tmp_path / "pid", tmp_path / "worker.py", tmp_path / "raylet.py"
+    worker.write_text(
+        "import os, pathlib, sys, time\n"
+        "pathlib.Path(sys.argv[1]).with_suffix('.new').write_text(str(os.getpid()))\n"
+        "os.replace(pathlib.Path(sys.argv[1]).with_suffix('.new'), sys.argv[1])\n"
+        "time.sleep(600)\n"
+    )
+    client = [sys.executable, "-I", "-S", fork_client.__file__, str(tmp_path / "fork"), str(worker), str(started)]
+    raylet.write_text(f"{NAMED}import subprocess\nsubprocess.run({client!r})\n")
+    deadline = time.monotonic() + 20
+    with subprocess.Popen([sys.executable, str(raylet)]) as parent:
+        while not started.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        parent.kill()
+    pid = int(started.read_text())
+    try:
+        while not fate(pid):
+            assert time.monotonic() < deadline, "the worker runs"
+            time.sleep(0.01)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.skipif(not uses_linux(), reason="only Linux kills a process with its parent")
+def test_a_worker_whose_raylet_has_ended_does_not_start(tmp_path):
+    worker = tmp_path / "worker.py"
+    worker.write_text("raise SystemExit(7)\n")
+    client = [sys.executable, "-I", "-S", fork_client.__file__, str(tmp_path / "fork"), str(worker)]
+    assert subprocess.run(client, check=False).returncode == 1
+    named = f"{NAMED}import subprocess, sys\nsys.exit(subprocess.run({client!r}).returncode)\n"
+    assert subprocess.run([sys.executable, "-c", named], check=False).returncode == 7

@@ -135,7 +135,9 @@ async def ray_session(
                     f"{' '.join(str(error).split())} Install the cluster's Ray and Python here, or give the address of another cluster; "
                     f"ray.address={LOCAL} starts Ray on this machine alone."
                 ) from error
-            why = str(error) or f"it was not ready within {config.start_timeout_s:g} s (ray.start_timeout_s)"
+            why = (
+                str(error).rstrip(".") or f"it was not ready within {config.start_timeout_s:g} s (ray.start_timeout_s)"
+            )
             raise WorkerError(
                 f"Ray did not start ({config.address}): {why}. Stop a stale session with 'ray stop', or set ray.address to a running "
                 "cluster."
