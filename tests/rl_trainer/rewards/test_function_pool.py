@@ -51,7 +51,9 @@ async def waits(data_source, solution_str, ground_truth, extra_info=None):
 def batch(data_sources, solution_strs, ground_truths, extra_infos):
     if "raise" in solution_strs:
         raise ValueError("one spoils all")
-    return [float(len(s)) for s in solution_strs] if "drop" not in solution_strs else [1.0]
+    return [float(len(s)) for s in solution_strs if s != "drop"]
+def first(data_sources, solution_strs, ground_truths, extra_infos):
+    return [float(len(solution_strs[0]))]
 class Scorer:
     async def __call__(self, data_source, solution_str, ground_truth, extra_info=None):
         return 3.0
@@ -82,7 +84,13 @@ def test_async_calls_wait_side_by_side_and_one_that_is_late_fails_alone(tmp_path
 @pytest.mark.parametrize("spoiler", ["raise", "drop"])
 def test_a_batch_that_fails_is_tried_again_one_by_one(tmp_path, spoiler):
     outcomes = asyncio.run(pooled(write(tmp_path, FORMS), ["a", "bb", spoiler, "cccc"], function="batch", workers=1))
-    assert scores(outcomes) == [1.0, 2.0, "exception" if spoiler == "raise" else 1.0, 4.0]
+    assert scores(outcomes) == [1.0, 2.0, "exception" if spoiler == "raise" else "no_number", 4.0]
+
+
+def test_a_batch_function_that_always_returns_one_result_fails(tmp_path):
+    """Alone, each response would have that result as its score."""
+    outcomes = asyncio.run(pooled(write(tmp_path, FORMS), ["a", "bb"], function="first", workers=1))
+    assert [one.message for one in outcomes] == ["returned 1 result for 2 responses"] * 2
 
 
 # -- misbehavior

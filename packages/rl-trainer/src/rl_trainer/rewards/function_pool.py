@@ -136,6 +136,7 @@ class ScorerPool:
 
     If a call with several samples fails as a whole (a batch function raises, or its process is
     killed), every sample is retried alone, so that only the samples that cause the failure fail.
+    If a batch has the wrong number of results, and each sample alone has one, all of them fail.
 
     A late call (LATE_S) releases its slot to the next one. Calls that never return therefore wait
     for their limit concurrently, and other calls do not wait for them: `score` returns at most
@@ -204,10 +205,14 @@ class ScorerPool:
 
     async def _chunk(self, samples: Sequence[Sample]) -> list[Outcome]:
         outcomes = await self._attempt(samples)
-        if len(samples) == 1 or not all(isinstance(one, Failure) for one in outcomes):
+        failures = [one for one in outcomes if isinstance(one, Failure)]
+        if len(samples) == 1 or len(failures) < len(samples):
             return outcomes
         again = await asyncio.gather(*(self._attempt([sample]) for sample in samples))
-        return [outcome for one in again for outcome in one]
+        alone = [outcome for one in again for outcome in one]
+        if failures[0].kind == "no_number" and not any(isinstance(one, Failure) for one in alone):
+            return outcomes  # no sample explains the missing results: the function misreads batches
+        return alone
 
     async def _attempt(self, samples: Sequence[Sample]) -> list[Outcome]:
         async with self._slots.acquire() as slot:
