@@ -87,6 +87,20 @@ def test_what_cfg_prints_is_what_a_file_may_hold(preset, tmp_path):
         ("rollout.n=${algorithm.name}", r"rollout\.n refers to a value that can't be read: .*'grpo'"),
         ("rollout.n=null", r"rollout\.n must be of type int"),
         ("data.train_batch_size=-4", r"data\.train_batch_size must be at least 1; got -4"),
+        *(
+            (f"{key}=inf", rf"{key} must be .*finite; got inf")
+            for key in (
+                "algorithm.rl_coef",
+                "algorithm.sft_coef",
+                "algorithm.echo_coef",
+                "actor.kl_loss_coef",
+                "rollout.temperature",
+                "rollout.val_kwargs.temperature",
+                "data.target_score",
+                "ray.cpus_per_worker",
+            )
+        ),
+        ("actor.entropy_coeff=-inf", r"actor.entropy_coeff must be finite; got -inf"),
         ("data.train_batch_size=60", r"data\.train_batch_size must be divisible by actor\.ppo_mini_batch_size"),
         ("rollout.n=1", r"rollout\.n must be at least 2 with algorithm\.adv_estimator=grpo"),
         ("rollout.num_workers=1000", r"rollout\.num_workers must be at most data\.train_batch_size"),
@@ -120,8 +134,9 @@ BOUNDED = [option for option in options() if option.spec.bounds]
 @pytest.mark.parametrize("option", BOUNDED, ids=[option.key for option in BOUNDED])
 def test_a_value_out_of_bounds_is_refused_with_the_whole_key(option):
     low = option.spec.gt if option.spec.ge is None else option.spec.ge
+    wrong = "-inf" if low is None else int(low) - 1
     with pytest.raises(ConfigError) as caught:
-        load_config([f"{option.key}={int(low) - 1}"])
+        load_config([f"{option.key}={wrong}"])
     assert str(caught.value).startswith(f"{option.key} must be {option.spec.bounds}; got ")
 
 

@@ -22,6 +22,7 @@ class Optim(Options):
     share: float = option(0.5, "share", gt=0, le=1)
     most: int = option(1, "most", le=8)
     below: int = option(1, "below", lt=8)
+    bonus: float = option(0.0, "bonus", lt=math.inf)
     kind: str = option("", "kind", choices=("", "linear", "cosine"))
     mode: str = option("a", "mode", choices=("a", "b"))
 
@@ -91,6 +92,8 @@ def test_numbers_of_numpy_and_integers_for_numbers_are_accepted():
         ("share", 1.5, "in (0, 1]"),
         ("most", 9, "at most 8"),
         ("below", 8, "less than 8"),
+        ("bonus", math.inf, "finite"),
+        ("bonus", -math.inf, "finite"),
     ],
 )
 def test_a_value_out_of_bounds_names_its_key_and_bounds(name, value, rule):

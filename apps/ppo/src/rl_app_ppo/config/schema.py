@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import isfinite
+from math import inf
 from typing import Literal, TypeVar
 
 from rl_app_ppo.config.loss_parts import check_loss_parts
@@ -81,6 +81,7 @@ class DataConfig(Options):
     target_score: float = option(
         0.5,
         "mean score of the prompts that data.curriculum=target_score draws most",
+        lt=inf,
         needs="curriculum=target_score",
     )
     prompt_key: str = option(
@@ -144,7 +145,6 @@ class DataConfig(Options):
             f"files without shares with {path}curriculum={self.curriculum!r}, which decides how often a row appears",
             self.train_files,
         )
-        require(isfinite(self.target_score), f"{path}target_score", "finite", self.target_score)
         require(bool(self.prompt_key), f"{path}prompt_key", "the name of a field", self.prompt_key)
         require(bool(self.ground_truth_key), f"{path}ground_truth_key", "the name of a field", self.ground_truth_key)
 
@@ -362,7 +362,9 @@ class RayConfig(Options):
     start_timeout_s: float = option(
         120.0, "timeout for the start of Ray and of the workers, seconds; with vLLM on GPUs by default 1800", gt=0
     )
-    cpus_per_worker: float = option(0.0, "CPUs Ray reserves for each worker process; 0: they share all CPUs", ge=0)
+    cpus_per_worker: float = option(
+        0.0, "CPUs Ray reserves for each worker process; 0: they share all CPUs", ge=0, lt=inf
+    )
 
     def check(self, path: str) -> None:
         require(bool(self.address), f"{path}address", "local, auto or host:port", self.address)

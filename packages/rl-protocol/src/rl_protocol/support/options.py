@@ -85,7 +85,7 @@ class OptionSpec:
         return (
             (self.gt is None or value > self.gt)
             and (self.ge is None or value >= self.ge)
-            and (self.lt is None or value < self.lt)
+            and (self.lt is None or -math.inf < value < self.lt)
             and (self.le is None or value <= self.le)
         )
 

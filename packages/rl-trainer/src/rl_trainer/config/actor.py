@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from rl_protocol.support.options import Options, group, option, require
@@ -40,27 +41,34 @@ class PolicyLossConfig(Options):
     kl_cov_ratio: float = option(
         0.0002, "kl_cov: share of the tokens with a KL penalty", gt=0, le=1, needs="loss_mode=kl_cov", verl="."
     )
-    ppo_kl_coef: float = option(0.1, "kl_cov: KL penalty coefficient", ge=0, needs="loss_mode=kl_cov", verl=".")
+    ppo_kl_coef: float = option(
+        0.1, "kl_cov: KL penalty coefficient", ge=0, lt=math.inf, needs="loss_mode=kl_cov", verl="."
+    )
     dro_beta: float = option(
-        0.1, "dro: weight of the squared log-ratio of each token", gt=0, needs="loss_mode=dro", verl="."
+        0.1, "dro: weight of the squared log-ratio of each token", gt=0, lt=math.inf, needs="loss_mode=dro", verl="."
     )
     kimi_tau: float = option(
-        0.1, "kimi_k15: weight of the squared log-ratio of a response", ge=0, needs="loss_mode=kimi_k15"
+        0.1, "kimi_k15: weight of the squared log-ratio of a response", ge=0, lt=math.inf, needs="loss_mode=kimi_k15"
     )
     vespo_k_pos: float = option(
-        2.0, "vespo: power of the ratio where the advantage is at least 0", gt=0, needs="loss_mode=vespo"
+        2.0, "vespo: power of the ratio where the advantage is at least 0", gt=0, lt=math.inf, needs="loss_mode=vespo"
     )
     vespo_lambda_pos: float = option(
         3.0,
         "vespo: decay of the weight with the ratio where the advantage is at least 0",
         gt=0,
+        lt=math.inf,
         needs="loss_mode=vespo",
     )
     vespo_k_neg: float = option(
-        3.0, "vespo: power of the ratio where the advantage is negative", gt=0, needs="loss_mode=vespo"
+        3.0, "vespo: power of the ratio where the advantage is negative", gt=0, lt=math.inf, needs="loss_mode=vespo"
     )
     vespo_lambda_neg: float = option(
-        2.0, "vespo: decay of the weight with the ratio where the advantage is negative", gt=0, needs="loss_mode=vespo"
+        2.0,
+        "vespo: decay of the weight with the ratio where the advantage is negative",
+        gt=0,
+        lt=math.inf,
+        needs="loss_mode=vespo",
     )
 
     def check(self, path: str) -> None:
@@ -105,11 +113,12 @@ class ActorConfig(UpdateConfig):
         1.0,
         "sapo: temperature of the gate where the advantage is positive",
         gt=0,
+        lt=math.inf,
         needs="policy_loss.loss_mode=sapo",
         verl=".",
     )
     tau_neg: float = option(
-        1.05, "sapo: temperature of the gate elsewhere", gt=0, needs="policy_loss.loss_mode=sapo", verl="."
+        1.05, "sapo: temperature of the gate elsewhere", gt=0, lt=math.inf, needs="policy_loss.loss_mode=sapo", verl="."
     )
     loss_agg_mode: str = option("token-mean", "how token losses become one number", choices=LOSS_AGG_MODES, verl=".")
     loss_scale_factor: int = option(
@@ -118,9 +127,9 @@ class ActorConfig(UpdateConfig):
         needs="loss_agg_mode=seq-mean-token-sum-norm",
         verl=".",
     )
-    entropy_coeff: float = option(0.0, "weight of the entropy bonus in the loss", verl=".")
+    entropy_coeff: float = option(0.0, "weight of the entropy bonus in the loss", lt=math.inf, verl=".")
     use_kl_loss: bool = option(False, "add the divergence from the reference policy to the loss", verl=".")
-    kl_loss_coef: float = option(0.001, "weight of that divergence", ge=0, needs="use_kl_loss", verl=".")
+    kl_loss_coef: float = option(0.001, "weight of that divergence", ge=0, lt=math.inf, needs="use_kl_loss", verl=".")
     kl_loss_type: str = option(
         "k3",
         f"its estimator: {', '.join(KL_PENALTIES)}; with + behind it: its value, the gradient of k2",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -67,8 +68,12 @@ class KLControlConfig(Options):
         choices=KL_CONTROLLERS,
         verl=".",
     )
-    kl_coef: float = option(0.001, "weight of the divergence in the reward (adaptive: the first one)", ge=0, verl=".")
-    target_kl: float = option(0.1, "adaptive: wanted divergence, nats per token", gt=0, needs="type=adaptive", verl=".")
+    kl_coef: float = option(
+        0.001, "weight of the divergence in the reward (adaptive: the first one)", ge=0, lt=math.inf, verl="."
+    )
+    target_kl: float = option(
+        0.1, "adaptive: wanted divergence, nats per token", gt=0, lt=math.inf, needs="type=adaptive", verl="."
+    )
     horizon: int = option(
         10000,
         "adaptive: responses over which the weight changes by at most 20 %",
@@ -102,7 +107,7 @@ class OverlongConfig(Options):
         0, "tokens before RolloutConfig.response_length over which the penalty grows; 0: no penalty", ge=0
     )
     penalty_factor: float = option(
-        1.0, "maximum penalty, that of a response of full length", ge=0, needs="buffer_len>0"
+        1.0, "maximum penalty, that of a response of full length", ge=0, lt=math.inf, needs="buffer_len>0"
     )
 
 
@@ -117,18 +122,20 @@ class AlgorithmConfig(Options):
         plugins="rl_trainer.advantage_estimators",
         needs="trains_policy",
     )
-    rl_coef: float = option(1.0, "weight of the policy loss; 0: none is computed, and no advantages", ge=0)
+    rl_coef: float = option(1.0, "weight of the policy loss; 0: none is computed, and no advantages", ge=0, lt=math.inf)
     sft_coef: float = option(
         0.0,
         "weight of the cross-entropy of the data's own answers; above 0, the last response to each training prompt is its answer, and is "
         "not generated",
         ge=0,
+        lt=math.inf,
     )
     echo_coef: float = option(
         0.0,
         "weight of the cross-entropy of what tools and environments answer, in the responses of agents: the policy also learns what follows "
         "from its actions",
         ge=0,
+        lt=math.inf,
     )
     by_source: tuple[str, ...] = option(
         (),
@@ -165,9 +172,13 @@ class AlgorithmConfig(Options):
     gdpo_reward_keys: tuple[str, ...] = option(
         (), "gdpo: names of what the reward function returns, such as score,acc", verl="."
     )
-    gdpo_reward_weights: tuple[float, ...] = option((), "gdpo: weights of these; empty: all 1", verl=".")
+    gdpo_reward_weights: tuple[float, ...] = option((), "gdpo: weights of these; empty: all 1", lt=math.inf, verl=".")
     gigpo_step_coef: float = option(
-        1.0, "gigpo: weight of a turn's advantage, beside that of its session", ge=0, needs="estimates_gigpo"
+        1.0,
+        "gigpo: weight of a turn's advantage, beside that of its session",
+        ge=0,
+        lt=math.inf,
+        needs="estimates_gigpo",
     )
     rae_decay: float = option(
         0.95,

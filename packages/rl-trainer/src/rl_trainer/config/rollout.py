@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from rl_protocol.ports import SamplingParams
@@ -16,7 +17,7 @@ class ValidationSampling(Options):
     """How validation responses are sampled."""
 
     n: int = option(1, "responses per validation prompt", ge=1, verl=".")
-    temperature: float = option(0.0, "0: greedy", ge=0)
+    temperature: float = option(0.0, "0: greedy", ge=0, lt=math.inf)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,7 @@ class RolloutConfig(Options):
     )
     router: str = option("even", "which replica gets which prompts", choices=ROUTERS, needs="num_workers>1")
     n: int = option(8, "responses per prompt", ge=1, verl=".")
-    temperature: float = option(1.0, "divides the logits before sampling", gt=0, verl=".")
+    temperature: float = option(1.0, "divides the logits before sampling", gt=0, lt=math.inf, verl=".")
     top_p: float = option(
         1.0, "sample from the smallest set of tokens with this much probability", gt=0, le=1, verl="."
     )
