@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rl_protocol import BatchData, ConfigError, KVBatchMeta, dense, ragged
+from rl_protocol import BatchData, ConfigError, KVBatchMeta, RLError, dense, ragged
 from rl_trainer import (
     AlgorithmConfig,
 )
@@ -60,6 +60,13 @@ def test_an_estimator_that_returns_no_number_for_each_token_is_named(monkeypatch
     meta, data = batch_with_reference()
     with pytest.raises(ConfigError, match=rf"adv_estimator='mine' must return .* each of the 3 tokens; got {got}\."):
         estimate_advantages(meta, data, scoring(adv_estimator="mine"))
+
+
+def test_an_estimator_that_raises_is_named_with_its_line(monkeypatch):
+    monkeypatch.setitem(ADVANTAGE_ESTIMATORS._built_in, "mine", Estimator(lambda _: 1 / 0))
+    named = r"adv_estimator='mine' raised ZeroDivisionError: .* \(.*test_advantage_pipeline\.py:\d+\)\.$"
+    with pytest.raises(RLError, match=named):
+        estimate_advantages(*batch_with_reference(), scoring(adv_estimator="mine"))
 
 
 def test_the_divergence_is_taken_from_the_reward_where_asked():

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_protocol import ConfigError
+from rl_protocol import ConfigError, RLError
 from rl_trainer.algorithms.losses import POLICY_LOSSES, PolicyLoss
 from rl_trainer.algorithms.losses.aggregate import BatchCounts
 from rl_trainer.algorithms.losses.loss_function import TokenLoss
@@ -259,9 +259,24 @@ def test_the_ends_of_the_interpolation(pairs):
         (lambda x: TokenLoss(loss=-x.log_prob.mean()), r"the loss has the shape \(\)"),
         (lambda x: TokenLoss(loss=-x.log_prob[:1]), r"the loss has the shape \(1,\)"),
         (lambda x: TokenLoss(loss=-x.log_prob, metrics={"m": x.ratio().mean()}), r"the metric 'm' has the shape \(\)"),
+        (lambda x: TokenLoss(loss=-x.log_prob, metrics={"m": 3}), "the metric 'm' is of type int"),
+        (lambda x: TokenLoss(loss=0.5), "the loss is of type float"),
     ],
 )
 def test_a_policy_loss_that_returns_no_number_for_each_token_is_named(monkeypatch, function, wrong):
+    with pytest.raises(ConfigError, match=rf"loss_mode='mine' must return a TokenLoss, .* of the 2 tokens; {wrong}\."):
+        computed_with(monkeypatch, function)
+
+
+def test_a_policy_loss_that_raises_is_named_with_its_line(monkeypatch):
+    with pytest.raises(
+        RLError, match=r"loss_mode='mine' raised ZeroDivisionError: .* \(.*test_policy_objective\.py:\d+\)\.$"
+    ):
+        computed_with(monkeypatch, lambda x: 1 / 0)
+
+
+def computed_with(monkeypatch, function):
+    """Compute a policy loss on two tokens of a response."""
     monkeypatch.setitem(POLICY_LOSSES._built_in, "mine", PolicyLoss(function))
     objective = PolicyObjective(ActorConfig(policy_loss=PolicyLossConfig(loss_mode="mine")))
     tokens = TokenColumns(
@@ -271,8 +286,7 @@ def test_a_policy_loss_that_returns_no_number_for_each_token_is_named(monkeypatc
         row=torch.zeros(2, dtype=torch.int64),
         rows=1,
     )
-    with pytest.raises(ConfigError, match=rf"loss_mode='mine' must return a TokenLoss, .* of the 2 tokens; {wrong}\."):
-        objective(torch.zeros(2), torch.zeros(2), tokens, BatchCounts(tokens=2, sequences=1), WeightedMeans())
+    objective(torch.zeros(2), torch.zeros(2), tokens, BatchCounts(tokens=2, sequences=1), WeightedMeans())
 
 
 def test_an_unknown_policy_loss_is_refused_with_the_nearest():

@@ -141,6 +141,10 @@ class Nameless(Shelf):
     description = property(lambda self: self.text)
 
 
+class Untyped(Shelf):
+    arguments = dict
+
+
 class Late(Shelf):
     async def call(self, arguments):
         return "late"
@@ -155,6 +159,10 @@ class Late(Shelf):
             r"The tool Nameless can't be described: AttributeError: 'Nameless' object has no .*'text'",
         ),
         (ToolKind(lambda path: Shelf()), r"The tool <lambda> can't be described: TypeError: .*'path'\. A tool of"),
+        (
+            ToolKind(Untyped),
+            r"The arguments of the tool 'shelf' must be a subclass of msgspec\.Struct; got <class 'dict'>\.",
+        ),
         (ToolKind(Late), r"The tool Late has an async call, which nothing awaits\. Write def call"),
     ],
 )

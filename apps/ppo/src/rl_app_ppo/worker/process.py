@@ -158,9 +158,9 @@ class WorkerProcess:
         """
         try:
             return await self._dispatch(role, method, payload)
-        except RLError:
-            raise
-        except Exception:  # of user code or a library; the driver gets its message, not its traceback
+        except Exception as error:  # the driver gets its message, not its traceback
+            if isinstance(error, RLError) and error.__cause__ is None:
+                raise
             _log.exception("worker %s failed in %s", self._name, method)
             raise
 

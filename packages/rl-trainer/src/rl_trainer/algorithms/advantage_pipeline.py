@@ -9,8 +9,9 @@ from typing import NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
-from rl_protocol import BatchData, ConfigError, KVBatchMeta, RaggedColumn, RowKey
-from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs, role_baselines
+from rl_protocol import BatchData, ConfigError, KVBatchMeta, RaggedColumn, RLError, RowKey
+from rl_protocol.errors import located_error
+from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs, Estimator, role_baselines
 from rl_trainer.algorithms.arrays import BoolArray, FloatArray, IntArray, row_sums
 from rl_trainer.algorithms.covariance_tokens import clip_cov_tokens, kl_cov_tokens
 from rl_trainer.algorithms.data_sources import SourceRows
@@ -164,12 +165,21 @@ def _estimate(inputs: AdvantageInputs, sources: SourceRows) -> tuple[FloatArray,
                 gamma=config.gamma,
                 lam=config.lam,
             )
-        made = _checked(config.adv_estimator, estimator.estimate(own), inputs.mask.size)
+        made = _checked(config.adv_estimator, _estimated(config.adv_estimator, estimator, own), inputs.mask.size)
         for total, part in zip((advantages, returns), made, strict=True):
             total += part
         if "extra_info" in estimator.reads:
             means = role_baselines(own)[1]
     return advantages, returns, means
+
+
+def _estimated(name: str, estimator: Estimator, inputs: AdvantageInputs) -> object:
+    try:
+        return estimator.estimate(inputs)
+    except RLError:
+        raise
+    except Exception as error:  # boundary to user code, which may raise anything
+        raise RLError(f"AlgorithmConfig.adv_estimator={name!r} raised {located_error(error)}.") from error
 
 
 def _checked(name: str, returned: object, tokens: int) -> Sequence[FloatArray]:

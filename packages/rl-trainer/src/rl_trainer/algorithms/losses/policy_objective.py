@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from rl_protocol import BatchError, ConfigError
+from rl_protocol import BatchError, ConfigError, RLError
+from rl_protocol.errors import located_error
 from rl_trainer.algorithms.arrays import sum_by
 from rl_trainer.algorithms.losses import POLICY_LOSSES
 from rl_trainer.algorithms.losses.aggregate import BatchCounts, add_masked, aggregate
@@ -187,12 +188,21 @@ class PolicyObjective:
             config=self._config,
             chosen=tokens.chosen,
         )
-        out = _checked(self._config.policy_loss.loss_mode, self._function(inputs), log_prob)
+        out = _checked(self._config.policy_loss.loss_mode, self._token_loss(inputs), log_prob)
         per_token = out.loss if weights is None else out.loss * weights
         add_masked(means, {"pg_loss": per_token, **out.metrics, "ppo_kl": -inputs.log_ratio()}, own)
         if tokens.rl_weights is not None:
             per_token = torch.where(own, tokens.rl_weights * per_token, torch.zeros_like(per_token))
         return per_token, mask
+
+    def _token_loss(self, inputs: LossInputs) -> object:
+        try:
+            return self._function(inputs)
+        except RLError:
+            raise
+        except Exception as error:  # boundary to user code, which may raise anything
+            name = self._config.policy_loss.loss_mode
+            raise RLError(f"PolicyLossConfig.loss_mode={name!r} raised {located_error(error)}.") from error
 
     def _correct(
         self, correction: RolloutCorrectionConfig, log_prob: torch.Tensor, tokens: TokenColumns, means: WeightedMeans
@@ -221,14 +231,20 @@ class PolicyObjective:
 
 def _checked(name: str, returned: object, log_prob: torch.Tensor) -> TokenLoss:
     """What a policy loss returned, if it is a TokenLoss of these tokens [T]."""
-    if not isinstance(returned, TokenLoss):
-        wrong = f"got {type(returned).__name__}"
-    elif returned.loss.shape != log_prob.shape:
-        wrong = f"the loss has the shape {tuple(returned.loss.shape)}"
-    elif other := [one for one, values in returned.metrics.items() if values.shape != log_prob.shape]:
-        wrong = f"the metric {other[0]!r} has the shape {tuple(returned.metrics[other[0]].shape)}"
+    if isinstance(returned, TokenLoss):
+        parts = {"the loss": returned.loss, **{f"the metric {one!r}": of for one, of in returned.metrics.items()}}
+        wrong = next((f"{part} {form}" for part, of in parts.items() if (form := _other_form(of, log_prob))), "")
+        if not wrong:
+            return returned
     else:
-        return returned
+        wrong = f"got {type(returned).__name__}"
     raise ConfigError(
         f"PolicyLossConfig.loss_mode={name!r} must return a TokenLoss, with a number for each of the {len(log_prob)} tokens; {wrong}."
     )
+
+
+def _other_form(values: object, log_prob: torch.Tensor) -> str:
+    """What values are that are no tensor of these tokens [T]; empty if they are one."""
+    if not isinstance(values, torch.Tensor):
+        return f"is of type {type(values).__name__}"
+    return f"has the shape {tuple(values.shape)}" if values.shape != log_prob.shape else ""

@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 
 import msgspec
 
-from rl_protocol import RLError
+from rl_protocol import ConfigError, RLError
 from rl_protocol.errors import UNREADABLE, described_error, message_of
 from rl_trainer.rollout.agents.dialects.base import Answer, Call, Malformed
 from rl_trainer.rollout.agents.threads import in_thread
@@ -74,7 +74,11 @@ def described(tool: Tool) -> dict[str, Any]:
     if isinstance(tool.arguments, Mapping):
         return _function(tool, dict(tool.arguments))
     (_,), components = msgspec.json.schema_components([tool.arguments], ref_template="#/$defs/{name}")
-    schema = components.pop(tool.arguments.__name__)
+    schema = components.pop(getattr(tool.arguments, "__name__", ""), None)
+    if schema is None:
+        raise ConfigError(
+            f"The arguments of the tool {tool.name!r} must be a subclass of msgspec.Struct; got {tool.arguments!r}."
+        )
     return _function(tool, {**schema, "$defs": components} if components else schema)
 
 
