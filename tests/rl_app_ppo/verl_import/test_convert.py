@@ -501,6 +501,15 @@ def test_references_are_followed_also_into_verls_defaults(accepted):
     assert (config.actor.ppo_mini_batch_size, config.rollout.response_length, config.rollout.n) == (128, 512, 1)
 
 
+@pytest.mark.parametrize("text", ["a: [", None])
+def test_a_file_that_can_not_be_read_is_named_without_a_flag(tmp_path, text):
+    """`rl import-verl` has no flag for it."""
+    if text is not None:
+        (tmp_path / "verl.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"^The verl file .*verl\.yaml:? can't be read"):
+        read_verl(tmp_path / "verl.yaml")
+
+
 def test_a_reference_to_nothing_is_refused_by_name(convert, capsys, tmp_path):
     (tmp_path / "verl.yaml").write_text("data: {seed: '${nowhere}'}")
     assert main(["--from-verl", str(tmp_path / "verl.yaml")]) == 2
@@ -579,7 +588,7 @@ def test_what_only_the_shell_knows_is_refused(tmp_path, value):
 @pytest.mark.parametrize("text", ["#!/bin/bash\necho hello\n", "def f(x: int):\n    return {x: [\n"])
 def test_a_script_without_settings_of_verl_is_refused(tmp_path, text):
     (tmp_path / "run.sh").write_text(text)
-    with pytest.raises(ConfigError, match=r"run\.sh: no settings of verl were found in it, such as"):
+    with pytest.raises(ConfigError, match=r"^The verl file .*run\.sh has no settings of verl, such as"):
         read_verl(tmp_path / "run.sh")
 
 

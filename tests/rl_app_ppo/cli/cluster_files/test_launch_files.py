@@ -230,26 +230,29 @@ def test_the_commands_for_hosts_that_are_there(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--launch", "pbs", PRESET[0]], "--launch must be one of slurm, sky, kuberay, ray-job; got 'pbs'"),
-        (["--launch", "slurm"], "Set their number, or 0 for a run on CPUs"),
+        (["--launch", "pbs", PRESET[0]], "error: KIND must be one of slurm, sky, kuberay, ray-job; got 'pbs'"),
+        (
+            ["--launch", "slurm"],
+            "error: A launch file needs the GPUs of each host; got trainer.n_gpus_per_node=-1. Set their number, or 0 for a run on CPUs",
+        ),
         (["--launch", "slurm", "--cpus", "0", PRESET[0]], "--cpus must be a whole number of at least 1; got '0'"),
         (["--launch", "slurm", "--time", "1d; rm", PRESET[0]], "--time must be HH:MM:SS above 0; got '1d; rm'"),
         (["--launch", "slurm", "--time", "00:00:00", PRESET[0]], "--time must be HH:MM:SS above 0; got '00:00:00'"),
-        (["--launch", "sky", "--time", "01:00:00", PRESET[0]], "--time has no effect with --launch sky"),
+        (["--launch", "sky", "--time", "01:00:00", PRESET[0]], "--time has no effect with sky"),
         (["--launch", "ray-job", "--time", "01:00:00", PRESET[0]], "it is for slurm, kuberay"),
         (
             ["--launch", "kuberay", "--image", "x", "--volume", "My_Data", PRESET[0]],
             "--volume must be a name in lower case, as Kubernetes has them; got 'My_Data'",
         ),
         (["--launch", "sky", "--gpu-type", "a\nb", PRESET[0]], "--gpu-type must be a name"),
-        (["--launch", "kuberay", PRESET[0]], "needs --image"),
+        (["--launch", "kuberay", PRESET[0]], "error: A launch file of kuberay needs --image"),
         (["--launch", "kuberay", "--image", "x", PRESET[0]], "which are deleted when the run ends. Set --volume"),
         (
             ["--launch", "slurm", "--memory", "0.5", PRESET[0]],
             "--memory must be a whole number of at least 1; got '0.5'",
         ),
         (["--launch", "ray-job", "--memory", "64", PRESET[0]], "it is for slurm, sky, kuberay"),
-        (["--launch", "slurm", "--image", "x", PRESET[0]], "--image has no effect with --launch slurm"),
+        (["--launch", "slurm", "--image", "x", PRESET[0]], "--image has no effect with slurm"),
         (
             ["--launch", "slurm", "preset=async-7b-2x8gpu", "checkpoint_engine.backend=shm"],
             "trainer.nnodes=2, but checkpoint_engine.backend=shm works within one host; set it to tcp",

@@ -76,8 +76,8 @@ def yaml_text(values: object) -> str:
     return yaml.dump(values, Dumper=QuotedTexts, sort_keys=False, allow_unicode=True)
 
 
-def read_yaml(path: Path, flag: str = "--config") -> dict[str, Any]:
-    """Read the mapping in a YAML file; `flag` is the option that named it.
+def read_yaml(path: Path, what: str = "--config") -> dict[str, Any]:
+    """Read the mapping in a YAML file; `what` says in messages what it is.
 
     Raises:
         ConfigError: the file can't be read, or is no mapping.
@@ -86,9 +86,9 @@ def read_yaml(path: Path, flag: str = "--config") -> dict[str, Any]:
         values: object = parse_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split()).replace('in "<unicode string>", line', "at line")  # it has several lines
-        raise ConfigError(f"{flag} {path}: can't be read as YAML: {reason}") from error
+        raise ConfigError(f"{what} {path}: can't be read as YAML: {reason}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{flag} {path}: expected a mapping of groups to settings; got {type(values).__name__}.")
+        raise ConfigError(f"{what} {path}: expected a mapping of groups to settings; got {type(values).__name__}.")
     return cast(dict[str, Any], values)
 
 

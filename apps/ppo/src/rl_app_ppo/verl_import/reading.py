@@ -54,9 +54,9 @@ def read_verl(path: Path, environment: Mapping[str, str] = os.environ) -> dict[s
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--from-verl {path}: can't be read: {error}") from error
+        raise ConfigError(f"The verl file {path} can't be read: {error}") from error
     if path.suffix in (".yaml", ".yml"):
-        return _of_yaml(read_yaml(path, flag="--from-verl"))
+        return _of_yaml(read_yaml(path, "The verl file"))
     if not text.strip() or _OVERRIDE.search(text):
         return _values(overrides(text, environment))
     if (nested := _mapping(text)) is not None:
@@ -64,7 +64,7 @@ def read_verl(path: Path, environment: Mapping[str, str] = os.environ) -> dict[s
     if CONFIG_NAME in text:
         return _values(overrides(text, environment))
     raise ConfigError(
-        f"--from-verl {path}: no settings of verl were found in it, such as actor_rollout_ref.rollout.n=8. "
+        f"The verl file {path} has no settings of verl, such as actor_rollout_ref.rollout.n=8. "
         "Give the script or the YAML file that has them."
     )
 
@@ -83,7 +83,9 @@ def _of_yaml(nested: dict[str, Any]) -> dict[str, Value]:
     bases: object = nested.pop("defaults", None) or []
     nested.pop("hydra", None)
     if not isinstance(bases, list):
-        raise ConfigError(f"--from-verl: defaults must be a list of configurations, as in verl's files; got {bases!r}.")
+        raise ConfigError(
+            f"The verl file's defaults must be a list of configurations, as in verl's files; got {bases!r}."
+        )
     given: dict[str, Value] = {}
     for base in cast("list[object]", bases):
         named = cast("dict[object, object]", base) if isinstance(base, dict) else {CONFIG_NAME: base}
@@ -135,7 +137,7 @@ def _check_expanded(key: str, value: str) -> None:
     if left is not None:
         command = left[0] == "$("
         raise ConfigError(
-            f"--from-verl: {key}={value} uses what only the shell knows, at {value[left.start() :]!r}. "
+            f"The verl setting {key}={value} uses what only the shell knows, at {value[left.start() :]!r}. "
             + (
                 "Write the value into the file."
                 if command

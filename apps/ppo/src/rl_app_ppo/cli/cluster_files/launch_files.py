@@ -65,14 +65,14 @@ def launch_text(
             loaded or does not reach all hosts; names the flag or key.
     """
     if kind not in KINDS:
-        raise ConfigError(f"--launch must be one of {', '.join(KINDS)}; got {kind!r}.")
+        raise ConfigError(f"KIND must be one of {', '.join(KINDS)}; got {kind!r}.")
     for flag in flags:
         if kind not in _ONLY.get(flag, KINDS):
-            raise ConfigError(f"{flag} has no effect with --launch {kind}; it is for {', '.join(_ONLY[flag])}.")
+            raise ConfigError(f"{flag} has no effect with {kind}; it is for {', '.join(_ONLY[flag])}.")
     gpus = config.trainer.n_gpus_per_node
     if gpus < 0:
         raise ConfigError(
-            f"--launch needs the GPUs of each host; got trainer.n_gpus_per_node={gpus}. Set their number, or 0 for a run on CPUs."
+            f"A launch file needs the GPUs of each host; got trainer.n_gpus_per_node={gpus}. Set their number, or 0 for a run on CPUs."
         )
     check_engine_of_hosts(config, Facts(config, plugins).sync)
     extras = filter(None, (config.backend.extra, config.generator.extra(lambda: gpus)[0]))
@@ -152,7 +152,7 @@ fi
 def kuberay(job: ClusterJob) -> str:
     """A RayJob of KubeRay 1.5: `kubectl apply -f FILE`."""
     if not job.image:
-        raise ConfigError("--launch kuberay needs --image, a container image with this repository in /app.")
+        raise ConfigError("A launch file of kuberay needs --image, a container image with this repository in /app.")
     outputs = _outputs_of_pods(job)
     limits: dict[str, Any] = {"cpu": job.cpus}
     if job.memory:
@@ -212,7 +212,7 @@ def _outputs_of_pods(job: ClusterJob) -> str:
         return ""
     if not job.volume:
         raise ConfigError(
-            f"trainer.output_dir={job.output_dir} is in the containers of --launch kuberay, which are deleted when the run ends. "
+            f"trainer.output_dir={job.output_dir} is in the containers of kuberay, which are deleted when the run ends. "
             "Set --volume to a PersistentVolumeClaim that keeps it, or trainer.output_dir to an absolute path that outlives them."
         )
     return " " + shlex.quote(f"trainer.output_dir={PurePosixPath(_VOLUME, job.output_dir)}")
