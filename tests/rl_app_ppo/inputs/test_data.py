@@ -10,10 +10,10 @@ import pytest
 
 from rl_app_ppo.config.full_keys import full_keys_in_errors
 from rl_app_ppo.config.loading import load_config, to_yaml
-from rl_app_ppo.inputs.data import about_validation, open_data, sessions_of, train_order
+from rl_app_ppo.inputs.data import about_validation, check_answers, open_data, sessions_of, train_order
 from rl_app_ppo.outputs.resume import changes
 from rl_protocol import ConfigError
-from rl_trainer import PromptRow
+from rl_trainer import PromptRow, Tokenizer
 from rl_trainer.data.validation_split import hold_out
 
 
@@ -92,6 +92,18 @@ def test_the_prompts_of_a_source_with_answers_alone_have_one_response():
     assert [sessions(row) for row in range(3)] == [1, 3, 1]
     assert sessions_of(load_config(["rollout.n=3", "algorithm.by_source=sft_coef=1@a"]), rows) is None
     assert sessions_of(load_config(["algorithm=sft"]), rows) is None
+
+
+def test_answers_that_can_not_be_trained_on_are_counted_and_the_first_is_shown():
+    rows = [
+        PromptRow(prompt_ids=tuple(map(ord, prompt)), data_source="d", ground_truth=truth)
+        for prompt, truth in (("1+1=", "2"), ("5+5=", "10.0"), ("9+9=", "18.0"))
+    ]
+    letters = Tokenizer(encode=lambda text: list(map(ord, text)), decode=lambda ids: "".join(map(chr, ids)))
+    chosen = load_config(["algorithm=sft", "rollout.response_length=4"])
+    with pytest.raises(ConfigError, match=r"of 5 tokens\. .* ends with '5\+5='\. 2 rows of 3 can't be trained on\.$"):
+        check_answers(chosen, letters, rows)
+    check_answers(chosen, letters, rows[:1])
 
 
 def test_files_for_validation_leave_the_training_rows_whole(config, files):

@@ -13,6 +13,8 @@ from rl_app_ppo.demo.demos import DEMOS
 from rl_app_ppo.demo.tokenizer import demo_tokenizer
 from rl_app_ppo.inputs.session import session_of
 from rl_app_ppo.inputs.tokenizer import load_tokenizer
+from rl_protocol import ConfigError
+from rl_protocol.counted import counted
 from rl_trainer import Mixture, PromptOrder, PromptRow
 from rl_trainer import Tokenizer as SessionTokenizer
 from rl_trainer.data.curricula.scored_order import ScoredOrder
@@ -23,6 +25,9 @@ from rl_trainer.rollout.teacher_context import TeacherContext
 
 if TYPE_CHECKING:
     from rl_trainer.data.chat_template import PromptEncoder
+
+_SHOWN_TOKENS = 40
+"""Most tokens of a prompt that a message shows, from its end."""
 
 
 class DemoDataset:
@@ -162,12 +167,25 @@ def check_answers(config: AppConfig, tokenizer: SessionTokenizer, rows: Prepared
     """Check the answer of every row whose answer is trained on.
 
     Raises:
-        ConfigError: a row has no answer, or a longer one than rollout.response_length.
+        ConfigError: rows have no answer, or a longer one than rollout.response_length; has the
+            number of these rows, and the prompt of the first.
     """
     reader = demonstrations(config, tokenizer, eos_id=0)
+    refused, first = 0, ""
     for row in (rows[place] for place in range(len(rows))):
-        if reader.given(row.data_source, config.rollout.n):
+        if not reader.given(row.data_source, config.rollout.n):
+            continue
+        try:
             reader.trajectory(row, 0, config.rollout.response_length)
+        except ConfigError as error:
+            refused += 1
+            first = first or f"{error.message} The prompt of that row ends with {_end_of_prompt(row, tokenizer)!r}."
+    if refused:
+        raise ConfigError(f"{first} {counted(refused, 'row')} of {len(rows)} can't be trained on.")
+
+
+def _end_of_prompt(row: PromptRow, tokenizer: SessionTokenizer) -> str:
+    return tokenizer.decode(row.prompt_ids[-_SHOWN_TOKENS:])
 
 
 def about_validation(config: AppConfig, data: Mapping[str, PreparedPrompts]) -> str:
