@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rl_app_ppo.outputs.run_folder import RECORD
+from rl_app_ppo.outputs.run_folder import RECORD, files_of
 from rl_protocol import ConfigError
 from rl_protocol.errors import UNREADABLE
 from rl_protocol.ports import WeightSyncReport
@@ -61,8 +61,9 @@ def read_run(run: Path, most_tokens: int | None = None, *, step: int | None = No
     """Read the record of a run by its folder; the other arguments are those of `read_record`.
 
     Raises:
-        ConfigError: a file of it can't be read.
+        ConfigError: it is no folder of a run, or a file can't be read.
     """
+    files_of(run)
     folder = run / RECORD
     try:
         return read_record(folder, most_tokens, step=step)
