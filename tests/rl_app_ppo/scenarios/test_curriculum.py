@@ -146,7 +146,7 @@ def test_rows_without_what_the_curriculum_looks_at_are_refused(config):
     demo = "data.train_files=", "data.val_files="
     with pytest.raises(
         ConfigError,
-        match=r"'easy_first' can't be built for these 4000 rows: KeyError: 'difficulty'\. Fix it, or leave",
+        match=r"'easy_first' can't be built for these 4000 rows: KeyError: 'difficulty' \(.*someones_curricula\.py:7\)\. Fix it, or leave",
     ):
         preflight(Facts(config("data.curriculum=easy_first", *demo), PluginPolicy()))
 

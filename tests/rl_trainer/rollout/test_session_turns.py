@@ -468,7 +468,7 @@ def test_an_engine_that_leaves_out_a_response_ends_all_sessions():
         async def generate(self, requests, params):
             return (await super().generate(requests, params))[1:]
 
-    with pytest.raises(RolloutError, match="The rollout engine raised ValueError"):
+    with pytest.raises(RolloutError, match=r"The rollout engine returned 1 generation for 2 requests\."):
         asyncio.run(asyncio.wait_for(run_sessions(SINGLE_TURN, refs(2, 3), LeavesOne(), SAMPLING), 60))
 
 

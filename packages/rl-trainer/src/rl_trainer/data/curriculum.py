@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_protocol import ConfigError
+from rl_protocol.errors import located_error
 from rl_trainer.config.registry import Registry
 from rl_trainer.data.curricula.prompt_scores import FloatArray, PromptScores
 from rl_trainer.data.curricula.scored import PrioritizedReplay, ScoredCurriculum, TargetScore
@@ -195,5 +196,5 @@ class NamedCurriculum:
 
     def _failed(self, what: str, error: Exception) -> ConfigError:
         return ConfigError(
-            f"NamedCurriculum.name={self._name!r} {what}: {type(error).__name__}: {error}. Fix it, or leave PromptOrder.curriculum empty to shuffle."
+            f"NamedCurriculum.name={self._name!r} {what}: {located_error(error)}. Fix it, or leave PromptOrder.curriculum empty to shuffle."
         )

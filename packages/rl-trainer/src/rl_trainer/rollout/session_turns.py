@@ -20,6 +20,7 @@ import numpy as np
 
 from rl_protocol import ConfigError, KeptSets, RLError, RolloutError
 from rl_protocol.batch.routed_experts import ExpertIds, join_routed
+from rl_protocol.counted import counted
 from rl_protocol.errors import located_error
 from rl_protocol.ports import Generation, GenerationRequest, ImageInput, RolloutEngine, SamplingParams
 from rl_trainer.data import PromptRow
@@ -316,8 +317,10 @@ class _RequestBatcher:
     async def _serve(self, budget: int, stops: tuple[str, ...], served: Sequence[_Wait]) -> None:
         sampling = msgspec.structs.replace(self.sampling, max_new_tokens=budget, stop=stops)
         try:
-            generations = await self._engine.generate([wait.request for wait in served], sampling)
-            answered = list(zip(served, generations, strict=True))
+            generations = list(await self._engine.generate([wait.request for wait in served], sampling))
+            if len(generations) != len(served):
+                given = counted(len(generations), "generation")
+                raise RolloutError(f"The rollout engine returned {given} for {counted(len(served), 'request')}.")
         except RLError as error:
             self._fail(served, error)
             return
@@ -326,7 +329,7 @@ class _RequestBatcher:
             broken.__cause__ = error
             self._fail(served, broken)
             return
-        for wait, generation in answered:
+        for wait, generation in zip(served, generations, strict=True):
             if not wait.answer.done():
                 wait.answer.set_result(generation)
 
