@@ -42,6 +42,45 @@ def test_leaving_a_group_does_not_wait_for_its_destructor():
     assert seen == ["abort"]
 
 
+def test_a_group_is_destroyed_by_the_thread_for_which_the_end_of_the_process_waits(monkeypatch):
+    """The one in which it was formed may still run when it is left, and the interpreter stops that
+    one within C++."""
+    destroyed, ended, release = [], threading.Event(), threading.Event()
+
+    class Group:
+        def abort(self):
+            pass
+
+        def __del__(self):
+            destroyed.append(threading.current_thread().name)
+            ended.set()
+
+    class Formed:
+        def form(self, *_):
+            return Group()
+
+    async def join():
+        loop = asyncio.get_running_loop()
+        schedule = loop.call_soon_threadsafe
+
+        def slowly(*args):
+            schedule(*args)
+            release.wait(60)
+
+        monkeypatch.setattr(loop, "call_soon_threadsafe", slowly)
+        await group.join(timeout_s=60)
+
+    group = ProcessGroup("127.0.0.1", Formed(), abandoned=lambda: None)
+    group.place(places_of(group.member(), []).sender)
+    asyncio.run(join())
+    group.leave()
+    found = ended.wait(10)
+    release.set()
+    assert found
+    assert destroyed == ["rl-ckpt-abort"]
+    group.close()
+
+
 CLOSED_AT_THE_END = """
 import asyncio
 from rl_ckpt_engine.engines.network.torch_group import GlooEngine

@@ -21,7 +21,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -295,24 +295,26 @@ async def _beside(call: Callable[[], T], timeout_s: float) -> T:
         TimeoutError: the deadline passed.
     """
     loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
+    done: asyncio.Future[None] = loop.create_future()
+    results: list[T] = []  # taken out below: a thread that destroys a group at the end of the process aborts it
 
-    def land(result: T | None, error: Exception | None) -> None:
-        if not future.done():
-            future.set_exception(error) if error is not None else future.set_result(cast("T", result))
+    def land(error: Exception | None) -> None:
+        if not done.done():
+            done.set_exception(error) if error is not None else done.set_result(None)
 
     def run() -> None:
-        result, failed = None, None
+        failed = None
         try:
-            result = call()
+            results.append(call())
         except (RuntimeError, ValueError) as error:
             failed = error
         with contextlib.suppress(RuntimeError):  # the event loop has ended
-            loop.call_soon_threadsafe(land, result, failed)
+            loop.call_soon_threadsafe(land, failed)
 
     threading.Thread(target=run, name="rl-ckpt-group", daemon=True).start()
     async with asyncio.timeout(timeout_s):
-        return await future
+        await done
+    return results.pop()
 
 
 def _abort(group: Any, aborted: threading.Event) -> None:
