@@ -16,6 +16,14 @@ from app_runs import MARK, command
 from terminal_screen import TerminalScreen
 
 ROWS, COLUMNS, STEPS = 40, 110, 12
+SLOW_REWARD = """
+import time
+
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    time.sleep(0.01)
+    return float(solution_str.strip() == ground_truth)
+"""
+"""Of 64 responses a step, so that the steps take several times as long as the panel is shown."""
 
 
 def on_terminal(words, mark, cwd, timeout_s=400.0):
@@ -48,7 +56,12 @@ def on_terminal(words, mark, cwd, timeout_s=400.0):
     "live", [pytest.param(True, marks=pytest.mark.slow), pytest.param(False, marks=pytest.mark.nightly)]
 )
 def test_the_panel_moves_below_the_lines_of_the_steps(tmp_path, base_model, mark, live):
+    reward = tmp_path / "slow.py"
+    reward.write_text(SLOW_REWARD)
     settings = (
+        "--trust",
+        str(reward),
+        f"reward.function={reward}:score",
         f"trainer.output_dir={tmp_path}",
         "trainer.run_name=run",
         f"model.path={base_model}",
