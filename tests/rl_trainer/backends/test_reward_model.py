@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from threading import Event, get_ident
 
 import pytest
@@ -111,6 +113,14 @@ def test_a_model_without_a_trained_head_or_with_several_labels_is_refused(tmp_pa
     ):
         with pytest.raises(ConfigError, match=message):
             RewardModelScorer(RewardModelConfig(path=str(tmp_path / name), device="cpu"))
+
+
+def test_a_wrong_field_of_the_configuration_is_named_with_its_folder(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "wrong")
+    described = json.loads((folder / "config.json").read_text())
+    (tmp_path / "wrong" / "config.json").write_text(json.dumps({**described, "hidden_act": "x"}))
+    with pytest.raises(ConfigError, match=r"The reward model .*wrong can't be loaded by .* Look at its config\.json"):
+        RewardModelScorer(RewardModelConfig(path=str(tmp_path / "wrong"), device="cpu"))
 
 
 @given(st.lists(st.integers(1, 30), max_size=20), st.integers(1, 100))

@@ -34,7 +34,7 @@ def model_size(path: Path | None, lora: LoraConfig) -> ModelSize:
     Raises:
         ConfigError: transformers can't make a language model from its configuration.
     """
-    with readable(f"model.path={str(path)!r}"):
+    with readable(f"model.path={str(path)!r} can't be loaded as a transformers causal language model"):
         config: Any = (
             model_config(ModelSettings())
             if path is None

@@ -27,7 +27,6 @@ from rl_trainer.kernels.linear import use_faster_linear
 
 _logger = logging.getLogger(__name__)
 
-_NO_MODEL = "can't be loaded as a transformers causal language model"
 _FLOATS = ("F64", "F32", "F16", "BF16")
 """Element types that a model in float32 is read from."""
 
@@ -45,7 +44,7 @@ def load_model(path: str | Path, *, packed: bool = False, dtype: torch.dtype = t
             `data.model_families.JOINED_FAMILIES` or `data.images.FAMILIES`.
     """
     kind, attention = _kind(path, packed=packed)
-    with readable(_named(path)):
+    with readable(_refused(path)):
         model, found = kind.from_pretrained(
             str(path),
             dtype=dtype,
@@ -74,7 +73,7 @@ def _kind(path: str | Path, *, packed: bool) -> tuple[Any, dict[str, Any]]:
     family, attention = _family(path), dict[str, Any]()
     if packed:
         if reason := why_padded(family):
-            raise ConfigError(f"{_named(path)} {reason}; set UpdateConfig.use_remove_padding to false.")
+            raise ConfigError(f"load_model.path={str(path)!r} {reason}; set UpdateConfig.use_remove_padding to false.")
         register_packed_attention()
         language = {"text_config": PACKED_ATTENTION} if family in FAMILIES else PACKED_ATTENTION
         attention = {"attn_implementation": language}
@@ -88,33 +87,33 @@ def model_class(family: str) -> Any:
 
 def _family(path: str | Path) -> str:
     """`model_type` of the model in a folder."""
-    with readable(_named(path)):
+    with readable(_refused(path)):
         return str(AutoConfig.from_pretrained(str(path), local_files_only=True).model_type)
 
 
 def _unreadable(path: str | Path, error: Exception | str) -> ConfigError:
-    return ConfigError(f"{_named(path)} {_NO_MODEL}: {error}")
+    return ConfigError(f"{_refused(path)}: {error}")
 
 
-def _named(path: str | Path) -> str:
-    return f"load_model.path={str(path)!r}"
+def _refused(path: str | Path) -> str:
+    return f"load_model.path={str(path)!r} can't be loaded as a transformers causal language model"
 
 
 @contextmanager
-def readable(what: str) -> Generator[None]:
+def readable(refused: str) -> Generator[None]:
     """Context in which transformers reads the model of a folder, or makes it from its config.json.
 
     Raises:
-        ConfigError: it can't; the message begins with `what`.
+        ConfigError: it can't; the message is `refused` and the reason.
     """
     try:
         yield
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{what} {_NO_MODEL}: {error}") from error
+        raise ConfigError(f"{refused}: {error}") from error
     except (MemoryError, RuntimeError):  # not of the folder
         raise
     except Exception as error:  # boundary to transformers, where a wrong field may raise anything
-        raise ConfigError(f"{what} {_NO_MODEL}: {described_error(error)}. Look at its config.json.") from error
+        raise ConfigError(f"{refused}: {described_error(error)}. Look at its config.json.") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +187,7 @@ def load_unread(path: Path, *, packed: bool) -> tuple[Any, UnreadWeights | None]
         zeros = {name: zero for file in sorted(set(files.values())) for name, zero in _zeros(file).items()}
     except (SafetensorError, OSError, *UNREADABLE) as error:
         raise _unreadable(path, error) from error
-    with readable(_named(path)):
+    with readable(_refused(path)):
         model = _of_zeros(path, kind, zeros, attention) if zeros and zeros.keys() == files.keys() else None
     places = None if model is None else _places(model, files)
     if places is None:

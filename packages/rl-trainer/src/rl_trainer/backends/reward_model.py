@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from rl_protocol import ConfigError
+from rl_trainer.backends.loading import readable
 from rl_trainer.backends.world import device_of
 from rl_trainer.kernels.linear import use_faster_linear
 from rl_trainer.rewards.scorer import Failure, Outcome, Sample, outcome_of
@@ -104,12 +105,10 @@ def padded_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def _load(path: Path) -> Any:
-    try:
+    with readable(f"The reward model {path} can't be loaded by transformers"):
         model, facts = AutoModelForSequenceClassification.from_pretrained(
             str(path), dtype="auto", local_files_only=True, output_loading_info=True
         )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"The reward model {path} can't be loaded by transformers: {error}") from error
     missing = sorted(facts["missing_keys"])
     if missing:
         raise ConfigError(
