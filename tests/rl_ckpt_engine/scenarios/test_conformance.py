@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from rl_ckpt_engine import CheckpointEngine, CheckpointEngineConfig, CheckpointEngineRegistry, Manifest, TensorSpec
 from rl_ckpt_engine.engines.network.tcp import TcpEngine
@@ -70,7 +71,17 @@ class TestGloo(EngineConformance):
 
 @pytest.mark.gpu
 class TestNccl(EngineConformance):
+    """Each engine has a GPU of its own: NCCL refuses a group with two members on one."""
+
+    @pytest.fixture(autouse=True)
+    def _gpus(self) -> None:
+        self.gpus = iter(range(torch.cuda.device_count()))
+
     def make_engine(self) -> CheckpointEngine:
+        gpu = next(self.gpus, None)
+        if gpu is None:
+            pytest.skip("there is no further GPU")
+        torch.cuda.set_device(gpu)
         return CheckpointEngineRegistry().create("nccl")
 
 

@@ -14,8 +14,10 @@ damage, not forgery.
 from __future__ import annotations
 
 import os
+import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, ClassVar, Self, cast
 
@@ -46,6 +48,9 @@ from rl_ckpt_engine.payload.manifest import Manifest, WeightKind
 from rl_protocol.batch.weight_tensor import WeightTensor
 from rl_protocol.errors import ConfigError, WeightSyncError
 from rl_protocol.support.network_interface import NetworkInterface
+
+_FAILS_IN_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+_environment = threading.Lock()
 
 
 class TorchGroupEngine(CheckpointEngine):
@@ -244,7 +249,11 @@ class NcclCollective:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout  # pyright: ignore[reportPrivateUsage]
         torch.cuda.set_device(self._device)
-        return dist.ProcessGroupNCCL(store, place.rank, place.size, options)
+        with _failing_in_wait():
+            group: Any = dist.ProcessGroupNCCL(store, place.rank, place.size, options)
+        # the first broadcast connects, and blocks until all members take part
+        group.broadcast(torch.zeros(1, dtype=torch.uint8, device=self._device), 0).wait(timeout)
+        return group
 
     def start(self, group: Any, rank: int, memory: torch.Tensor) -> Transfer:
         torch.cuda.set_device(self._device)
@@ -254,11 +263,23 @@ class NcclCollective:
         bucket = self._buckets[0][: memory.nbytes]
         if rank == 0:
             bucket.copy_(memory)
-        work = group.broadcast(bucket, 0)
+        return Transfer(group.broadcast(bucket, 0), None if rank == 0 else lambda: memory.copy_(bucket))
 
-        def land() -> None:
-            torch.cuda.synchronize(self._device)  # work.wait returns when the broadcast is enqueued
-            if rank != 0:
-                memory.copy_(bucket)
 
-        return Transfer(work, land)
+@contextmanager
+def _failing_in_wait() -> Generator[None]:
+    """Context in which a group of NCCL is made that raises errors of its members, and deadlines, in
+    `wait`.
+
+    By default a thread of torch notices them, and ends the whole process a minute later. The waits
+    of other groups in the process are left as they are.
+    """
+    with _environment:
+        before = os.environ.get(_FAILS_IN_WAIT)
+        os.environ[_FAILS_IN_WAIT] = "1"
+        try:
+            yield
+        finally:
+            del os.environ[_FAILS_IN_WAIT]
+            if before is not None:
+                os.environ[_FAILS_IN_WAIT] = before
