@@ -149,6 +149,16 @@ def test_dropout_acts_in_updates_alone(model_path, training_batch):
     assert norm(0.5) != pytest.approx(norm(0.0), rel=1e-3)
 
 
+def test_a_fresh_adapter_leaves_the_generators_of_gpus_as_they_are(model_path, monkeypatch):
+    """They are seeded for each rank and role, and draw the dropout of adapters."""
+    seeded = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    torch.manual_seed(5)
+    TorchPolicyBackend(model_path, None, lora=LoraConfig(rank=4), seed=3)
+    TorchCriticBackend(model_path, CriticConfig(use_lora=True), lora=LoraConfig(rank=4), rollout_n=1, seed=3)
+    assert seeded == [5]
+
+
 def test_a_fresh_adapter_depends_on_its_seed_alone(model_path):
     def adapter(seed):
         policy = TorchPolicyBackend(model_path, None, lora=LoraConfig(rank=4), seed=seed)

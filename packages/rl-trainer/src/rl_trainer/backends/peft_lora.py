@@ -133,9 +133,10 @@ def _settings(model: Any, config: LoraConfig, **more: Any) -> peft.LoraConfig:
 
 @contextmanager
 def _seeded(seed: int) -> Generator[None]:
-    """Context in which torch draws from this seed alone; afterwards it continues as before."""
+    """Context in which torch draws from this seed alone on the CPU; afterwards it continues as
+    before."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed GPUs, which draw dropout
         yield
 
 
