@@ -11,8 +11,8 @@ from rl_megatron_peft import Layout, ModelShape
 
 
 @pytest.fixture
-def model(models, tmp_path):
-    """A model on one rank that trains all weights, on the device that Megatron uses here."""
+def build(models, tmp_path):
+    """Builds a model on one rank that trains all weights, on the device that Megatron uses here."""
     import torch
     import torch.distributed as dist
 
@@ -29,9 +29,13 @@ def model(models, tmp_path):
         timeout = datetime.timedelta(seconds=120)
         dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=0, world_size=1, timeout=timeout)
         ranks, shape = open_ranks(Layout()), ModelShape.read(models / "llama")
-        made = build_model(shape, ranks)
-        OwnMapping(models / "llama", shape, ranks).load(made)
-        yield made.requires_grad_(True)
+
+        def built():
+            made = build_model(shape, ranks)
+            OwnMapping(models / "llama", shape, ranks).load(made)
+            return made.requires_grad_(True)
+
+        yield built
         close_ranks()
         dist.destroy_process_group()
 
@@ -59,7 +63,7 @@ def loss_of(model):
     return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def test_what_megatron_refuses_on_the_cpu_is_not_promised(model):
+def test_what_megatron_refuses_on_the_cpu_is_not_promised(build):
     import torch
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
@@ -68,7 +72,7 @@ def test_what_megatron_refuses_on_the_cpu_is_not_promised(model):
 
     if torch.cuda.is_available():
         pytest.skip("of machines without a GPU")
-    found = capabilities()
+    found, model = capabilities(), build()
     assert (found.distributed_optimizer, found.megatron_clipping, found.sequence_parallel) == (False, False, True)
     with runnable(), pytest.raises(TypeError, match=r"must be one of torch\.cuda\.FloatTensor"):
         distributed_optimizer(model)
@@ -79,17 +83,15 @@ def test_what_megatron_refuses_on_the_cpu_is_not_promised(model):
 
 
 @pytest.mark.gpu
-def test_megatrons_optimizer_and_clipping_step_as_torch_does_on_a_gpu(model):
+def test_megatrons_optimizer_and_clipping_step_as_torch_does_on_a_gpu(build):
     """Not run yet: no GPU was available."""
-    import copy
-
     import torch
 
     from rl_megatron_peft.backend.capabilities import capabilities
 
     assert capabilities().distributed_optimizer
     assert capabilities().megatron_clipping
-    other = copy.deepcopy(model)
+    model, other = build(), build()  # its process groups can't be copied
     adam = torch.optim.AdamW(other.parameters(), lr=1e-2, weight_decay=0.0)
     optimizer, replicas = distributed_optimizer(model)
     for _ in range(3):
