@@ -22,7 +22,8 @@ from rl_app_ppo.cluster.ray_actor import RayProcess, RayWorker
 from rl_app_ppo.rank_network import RankNetwork
 from rl_app_ppo.worker.call_socket import CallServer
 from rl_app_ppo.worker.messages import WorkerPlace
-from rl_protocol import RewardError, WorkerDiedError, WorkerError
+from rl_protocol import ConfigError, RewardError, WorkerDiedError, WorkerError
+from rl_protocol.support.host_identity import this_host
 
 
 class Stopped:
@@ -221,6 +222,26 @@ def test_a_process_that_closes_its_connection_and_lives_is_killed(tmp_path, monk
 
     asyncio.run(body())
     assert "Worker judge has closed its connection and lives; it is killed." in caplog.text
+
+
+@pytest.mark.parametrize(("seen", "words"), [("", "sees all of its node"), ("0,1,2", "sees GPUs 0,1,2 of its node")])
+def test_a_ray_that_shows_other_gpus_than_it_reserves_is_refused(tmp_path, seen, words):
+    """Every process would compute on the first of them."""
+
+    class Process(RayProcess):
+        def _start(self):
+            return SimpleNamespace(place=SimpleNamespace(remote=self.place))
+
+        async def place(self):
+            return msgspec.msgpack.encode(
+                WorkerPlace(host="h", memory=this_host(), network="n", pid=41, heartbeat="/h", gpus=seen)
+            )
+
+    process = Process(["actor"], "actor-1", tmp_path / "actor-1.log", 1, gpus=1)
+    with pytest.raises(
+        ConfigError, match=rf"actor-1 has 1 GPU and {words}: .* RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+    ):
+        asyncio.run(process.ready(60))
 
 
 def test_a_process_of_another_host_that_dies_is_named_with_its_host(tmp_path):

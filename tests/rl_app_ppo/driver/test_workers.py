@@ -174,7 +174,8 @@ sys.exit(main(sys.argv[1:]))
 """The app on a machine whose driver counts 6 GPUs, with which torch can do nothing."""
 
 
-def test_forked_workers_of_a_local_ray_train_with_the_gpus_of_the_plan(base_model, tmp_path):
+def test_forked_workers_of_a_local_ray_train_with_the_gpus_of_the_plan(base_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "1")  # as other trainers need it
     done = python(
         *("-c", LOCAL, f"model.path={base_model}", f"trainer.output_dir={tmp_path}"),
         *("trainer.total_training_steps=1", "trainer.test_freq=0", "trainer.val_before_train=false"),

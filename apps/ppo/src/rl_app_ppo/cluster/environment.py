@@ -24,6 +24,8 @@ _LOCAL_RAY_SETTINGS = {
     # or on 127.0.0.1. Ray replaces a loopback address passed to ray.init by that of the host.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_AUTH_MODE": "token",
+    # Other trainers have Ray show all GPUs to every worker, and choose by themselves.
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0",
 }
 """With ray.address=local Ray listens on loopback and requires a token from every caller."""
 

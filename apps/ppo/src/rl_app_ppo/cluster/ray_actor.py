@@ -26,7 +26,8 @@ from rl_app_ppo.watchdog.unanswered_calls import CallLog
 from rl_app_ppo.worker.call_socket import CANCELLED, Connection
 from rl_app_ppo.worker.messages import WarmupProgress, WorkerPlace
 from rl_app_ppo.worker.process import WorkerProcess
-from rl_protocol import RLError, WorkerDiedError, WorkerError
+from rl_protocol import ConfigError, RLError, WorkerDiedError, WorkerError
+from rl_protocol.counted import counted
 from rl_protocol.support.host_identity import this_host
 from rl_protocol.support.rendezvous import RendezvousAddress
 
@@ -180,6 +181,7 @@ class RayProcess:
         missing, since another one may join the cluster.
 
         Raises:
+            ConfigError: it sees other GPUs than its own.
             WorkerError: it died, did not start within `timeout_s`, or a server of Ray or one of
                 `others` has ended.
         """
@@ -202,6 +204,7 @@ class RayProcess:
             saying.cancel()
             saying.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # Ray's servers have ended
         self._place = place = msgspec.msgpack.decode(started, type=WorkerPlace)
+        self._require_own_gpus(place.gpus)
         self.memory, self.network = place.memory, place.network
         elsewhere = place.memory != this_host()
         self.pid, self.host = 0 if elsewhere else place.pid, None
@@ -209,6 +212,18 @@ class RayProcess:
             node, self._address = self._node()
             if elsewhere:
                 self.host = OtherHost(place.host, place.memory, node, self._address)
+
+    def _require_own_gpus(self, seen: str) -> None:
+        """Check that the process sees as many GPUs as Ray has reserved for it.
+
+        Raises:
+            ConfigError: Ray was told not to choose them.
+        """
+        if self._gpus and len(seen.split(",")) * bool(seen) != self._gpus:
+            raise ConfigError(
+                f"Worker {self.name}{self._where} has {counted(self._gpus, 'GPU')} and sees {f'GPUs {seen}' if seen else 'all'} of its node: Ray "
+                "leaves CUDA_VISIBLE_DEVICES as it is. Start Ray on all nodes without RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES."
+            )
 
     async def _say_missing_node(self, timeout_s: float) -> None:
         """Say once that the start waits for a node."""
