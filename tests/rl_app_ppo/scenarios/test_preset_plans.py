@@ -205,3 +205,15 @@ def test_a_replica_and_the_models_whose_gpu_it_uses_fit_beside_each_other(tmp_pa
     check_gpu_memory(folder, offloaded, planned, int(room * 1.001))
     with pytest.raises(ConfigError, match=r"actor_ref holds 5\.3 GiB .* Lower it to at most 0\.69, or raise"):
         check_gpu_memory(folder, offloaded, planned, int(room * 0.999))
+
+
+def test_weights_that_fsdp_keeps_in_host_memory_take_none_of_the_gpu(tmp_path, capsys):
+    weights, folder = model_of("7b", tmp_path)
+    preset, offload = ["preset=math-qwen2.5-7b-8gpu", f"model.path={folder}"], "fsdp.cpu_offload=true"
+    planned = plan_processes(load_config(preset), 8)
+    with pytest.raises(ConfigError, match=r"actor_ref needs 16\.0 GiB of GPU memory before any activation"):
+        check_gpu_memory(folder, load_config(preset), planned, 2 * weights)
+    check_gpu_memory(folder, load_config([*preset, offload]), planned, 2 * weights)
+    assert main(["--plan", *preset, offload]) == 0
+    said = capsys.readouterr().out
+    assert "8 x actor+ref: 1 GPU, 0 CPUs reserved, 17.5 GiB, and 16.0 GiB of host memory\n  actor: gathered" in said

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import msgspec
 
 from rl_app_ppo.checks.facts import Facts
 from rl_app_ppo.checks.memory import shown_bytes
 from rl_app_ppo.checks.registry import Finding, findings, planned_step_bytes
-from rl_app_ppo.checks.role_memory import role_bytes, sent_bytes
+from rl_app_ppo.checks.role_memory import ModelSize, host_parts, role_bytes, sent_bytes
 from rl_app_ppo.config.hosts import units_join
+from rl_app_ppo.config.placement import Role
 from rl_app_ppo.config.schema import AppConfig
 from rl_ckpt_engine import PluginPolicy
 from rl_protocol import ConfigError
@@ -28,6 +30,7 @@ class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
         shared_gpus: of each, which are those of the actor's ranks.
         cpus: that Ray reserves for each.
         memory: bytes of each by role and part, by estimate.
+        host_memory: bytes of each in host memory, beside those of a GPU.
     """
 
     count: int
@@ -37,6 +40,7 @@ class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
     shared_gpus: int = 0
     cpus: float
     memory: dict[str, dict[str, int]]
+    host_memory: int = 0
 
     @property
     def bytes(self) -> int:
@@ -105,27 +109,42 @@ def make_plan(config: AppConfig, plugins: PluginPolicy) -> Plan:
         gpus=sum(process.gpus for process in facts.planned),
         hosts=config.trainer.nnodes,
         processes=tuple(
-            ProcessPlan(
-                count=count,
-                host=host + 1,
-                roles=roles,
-                gpus=gpus,
-                shared_gpus=shared,
-                cpus=config.ray.cpus_per_worker,
-                memory={
-                    role: dict(role_bytes(role, config, sizes(role), image_tokens=images, on_gpu=gpus + shared > 0))
-                    for role in roles
-                },
-            )
-            for (host, roles, gpus, shared), count in Counter(
-                (p.host, p.roles, p.gpus, len(p.lenders)) for p in facts.planned
-            ).items()
+            _process_plan(facts, sizes, images, group, count)
+            for group, count in Counter((p.host, p.roles, p.gpus, len(p.lenders)) for p in facts.planned).items()
         ),
         gpu_memory=facts.gpu_bytes,
         data_plane_bytes=planned_step_bytes(facts),
         weight_sync_bytes=sent_bytes(config, size),
         storage_units=_storage_units(config),
         checks=checks,
+    )
+
+
+def _process_plan(
+    facts: Facts,
+    sizes: Callable[[Role], ModelSize],
+    images: int,
+    group: tuple[int, tuple[Role, ...], int, int],
+    count: int,
+) -> ProcessPlan:
+    """So many equal processes: their host, roles, GPUs and shared GPUs."""
+    (host, roles, gpus, shared), config = group, facts.config
+    on_gpu, memory, offloaded = gpus + shared > 0, dict[str, dict[str, int]](), 0
+    for role in roles:
+        parts = dict(role_bytes(role, config, sizes(role), image_tokens=images, on_gpu=on_gpu))
+        if on_gpu:
+            offloaded += sum(parts.pop(name, 0) for name in host_parts(role, config))
+        memory[role] = parts
+    cpus = config.ray.cpus_per_worker
+    return ProcessPlan(
+        count=count,
+        host=host + 1,
+        roles=roles,
+        gpus=gpus,
+        shared_gpus=shared,
+        cpus=cpus,
+        memory=memory,
+        host_memory=offloaded,
     )
 
 
@@ -144,6 +163,7 @@ def plan_text(plan: Plan) -> str:
         lines.append(
             f"{host}{f'{process.count} x ' if process.count > 1 else ''}{'+'.join(process.roles)}: {device}, "
             f"{process.cpus:g} {'CPU' if process.cpus == 1 else 'CPUs'} reserved, {shown_bytes(process.bytes)}"
+            + (f", and {shown_bytes(process.host_memory)} of host memory" if process.host_memory else "")
         )
         lines += [
             f"  {role}: "

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rl_app_ppo.checks.memory import shown_bytes
 from rl_app_ppo.checks.model_size import model_size
-from rl_app_ppo.checks.role_memory import ModelSize, held_size, lasting_bytes, role_bytes
+from rl_app_ppo.checks.role_memory import ModelSize, held_size, host_parts, lasting_bytes, role_bytes
 from rl_app_ppo.config.devices import PlannedProcess
 from rl_app_ppo.config.model_path import described_reference
 from rl_app_ppo.config.placement import Role
@@ -118,6 +118,7 @@ def _lasting(process: PlannedProcess, config: AppConfig, whole: ModelSize) -> di
         for role in process.roles
         for size in [held_size(role, config, whole)]
         for name, count in lasting_bytes(role, config, size.weights, size.trained, on_gpu=True).items()
+        if name not in host_parts(role, config)
     }
 
 

@@ -114,6 +114,14 @@ def lasting_bytes(role: Role, config: AppConfig, weights: int, trained: int, *, 
             return {}
 
 
+def host_parts(role: Role, config: AppConfig) -> frozenset[str]:
+    """The parts of `lasting_bytes` that a role on a GPU keeps in host memory."""
+    offloads = (
+        isinstance(config.engine, FsdpConfig) and config.engine.cpu_offload and role in ("actor", "critic", "ref")
+    )
+    return frozenset(("weights", "gradients", "optimizer") if offloads else ())
+
+
 def role_bytes(
     role: Role, config: AppConfig, size: ModelSize, *, image_tokens: int = 0, on_gpu: bool = False
 ) -> Mapping[str, int]:
