@@ -143,6 +143,10 @@ def test_updates_that_are_skipped_are_a_symptom_at_once():
     assert "actor.optim.lr" in text
     text = symptoms(FIRST, [HEALTHY | {"actor/skipped_steps": 1.0}], tools=False)["skipped updates"]
     assert text.startswith("1 mini-batch had a gradient")
+    not_finite = HEALTHY | skipped | {"critic/advantages/mean": float("nan")}
+    text = symptoms(FIRST, [not_finite], tools=False)["skipped updates"]
+    assert "algorithm.adv_estimator" in text
+    assert "actor.optim.lr" not in text
 
 
 def test_updates_of_the_critic_that_are_skipped_are_a_symptom_at_once():

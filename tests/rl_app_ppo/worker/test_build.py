@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 
 import rl_transferqueue
 from rl_app_ppo.config.loading import load_config, to_yaml
+from rl_app_ppo.config.rollout_engines import ROLLOUT_ENGINES
 from rl_app_ppo.config.training_backends import TRAINING_BACKENDS
 from rl_app_ppo.worker import build
 from rl_app_ppo.worker.build import build_workers
@@ -256,3 +257,13 @@ def test_the_builder_of_every_engine_is_there(backend):
     module, _, name = backend.build.partition(":")
     found = importlib.util.find_spec(module)  # Megatron-Core is not imported
     assert f"\ndef {name}(" in Path(found.origin).read_text()
+
+
+def test_an_engine_of_a_plug_in_that_is_none_is_refused_by_name(built, monkeypatch):
+    monkeypatch.setattr(type(ROLLOUT_ENGINES.get("hf")), "build", lambda self, setup: None)
+
+    async def body(workers):
+        raise AssertionError("the workers were built")
+
+    with pytest.raises(ConfigError, match=r"rollout\.name='hf': .*\.build must return a RolloutEngine; got NoneType"):
+        built(body, roles=("rollout",))

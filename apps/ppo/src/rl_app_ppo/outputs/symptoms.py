@@ -102,9 +102,12 @@ def _of_step(metrics: Metrics, *, tools: bool) -> dict[str, str]:
             "algorithm.adv_estimator"
         )
     if skipped := metrics.get("actor/skipped_steps"):
+        advice = "lower actor.optim.lr, and look at the rewards of this step and at the weights in model.path"
+        if not math.isfinite(metrics.get("critic/advantages/mean", 0.0)):
+            advice = "the advantages are not finite (critic/advantages/mean): look at algorithm.adv_estimator and at the rewards of this step"
         found["skipped updates"] = (
             f"{skipped:.0f} mini-batch{'' if skipped == 1 else 'es'} had a gradient that is not finite and changed no weight (actor/skipped_steps); "
-            "lower actor.optim.lr, and look at the rewards of this step and at the weights in model.path"
+            + advice
         )
     if skipped := metrics.get("critic/skipped_steps"):
         found["skipped critic updates"] = (

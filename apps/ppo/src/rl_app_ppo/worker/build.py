@@ -29,6 +29,7 @@ from rl_app_ppo.worker.rewards import open_scorer
 from rl_app_ppo.worker.weight_endpoints import AdapterOnly, AdapterSource, make_engine
 from rl_ckpt_engine import CheckpointEngine, FollowerEndpoint, ReceiverEndpoint, SenderEndpoint
 from rl_ckpt_engine.endpoints.operations import Endpoint
+from rl_protocol import ConfigError
 from rl_protocol.ports import DataPlane, PolicyBackend, RolloutEngine
 from rl_protocol.support.rendezvous import Rendezvous, RendezvousListener
 from rl_trainer import (
@@ -244,7 +245,13 @@ def _generator(config: AppConfig, path: Path) -> RolloutEngine:
         call_timeout_s=config.trainer.stage_timeout_s,
         interruptible=config.async_rl.on_update != "finish" or config.async_rl.when_stale == "drop",
     )
-    return config.generator.build(setup)
+    built: object = config.generator.build(setup)
+    if not isinstance(built, RolloutEngine):
+        raise ConfigError(
+            f"rollout.name={rollout.name!r}: {type(config.generator).__qualname__}.build must return a RolloutEngine; "
+            f"got {type(built).__name__}."
+        )
+    return built
 
 
 def build_torch(
