@@ -19,6 +19,7 @@ from rl_protocol import BatchData, ConfigError, WeightSyncError, ragged
 from rl_protocol.ports import GenerationRequest, SamplingParams
 from rl_protocol.torch import from_weight
 from rl_trainer import ActorConfig, CriticConfig, LoraConfig, OptimConfig
+from rl_trainer.backends.peft_lora import without_adapter
 from rl_trainer.backends.token_batch import token_batch
 from rl_trainer.backends.torch_critic import TorchCriticBackend
 from rl_trainer.backends.torch_policy import TorchPolicyBackend
@@ -300,3 +301,15 @@ def test_a_critic_trains_its_head_and_adapters_alone(model_path, lora, training_
     with torch.no_grad():
         expected = critic._model.head(read.read(plain(**read.inputs).last_hidden_state)).squeeze(-1)
     assert apart(values, expected) < 1e-5
+
+
+def test_adapters_that_are_off_stay_trainable(model_path):
+    policy = TorchPolicyBackend(model_path, ActorConfig(), lora=LoraConfig(rank=2))
+    trained = {name for name, weight in policy._model.named_parameters() if weight.requires_grad}
+    assert trained
+    for _ in range(2):
+        with without_adapter(policy._model):
+            assert {name for name, weight in policy._model.named_parameters() if weight.requires_grad} == trained
+            assert policy._model.base_model.model.model.layers[0].self_attn.q_proj.disable_adapters
+    assert {name for name, weight in policy._model.named_parameters() if weight.requires_grad} == trained
+    assert not policy._model.base_model.model.model.layers[0].self_attn.q_proj.disable_adapters

@@ -100,6 +100,8 @@ def run(
     out, data = {}, None
     for update in range(UPDATES):
         data = batch_of(base, how.get("rows", 7), update)
+        if scenario == "bf16_lora":  # the first pass is one of the reference, as in a run with a KL loss
+            model.compute_reference_log_probs(data.select_fields(["prompts", "responses"]), temperature=1.0)
         share = split_over_ranks(lengths_of(data), schedule, update, world.size)[world.rank]
         own = data.select_rows(list(share.rows))
         more = {} if is_critic else {"temperature": 1.0}

@@ -157,6 +157,21 @@ def dropping(model: torch.nn.Module) -> Generator[None]:
             module.eval()
 
 
+@contextmanager
+def without_adapter(model: Any) -> Generator[None]:
+    """Context in which the model computes without its adapters, which stay trainable.
+
+    peft makes them frozen for as long. FSDP2 takes the element type of a layer's gradients from its
+    trainable weights at the first pass, which may be one in here; without any it would be that of
+    the computation.
+    """
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    with model.disable_adapter():
+        for weight in trained:
+            weight.requires_grad_(True)
+        yield
+
+
 def adapter_weights(state: Mapping[str, torch.Tensor], gather: Gather) -> Iterator[tuple[str, torch.Tensor]]:
     """The adapter's tensors under PEFT's names; for the arguments see `merged_weights`."""
     sharded = ((name, (tensor,)) for name, tensor in state.items() if ".lora_" in name)

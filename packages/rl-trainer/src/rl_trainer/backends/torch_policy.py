@@ -169,7 +169,9 @@ class TorchPolicyBackend:
             raise ConfigError(
                 "Without LoRA (LoraConfig.rank=0) the policy can't compute its initial log-probs; use a reference worker."
             )
-        with self._model.disable_adapter():
+        from rl_trainer.backends.peft_lora import without_adapter  # needs the extra `lora`
+
+        with without_adapter(self._model):
             return self._compute(batch, temperature, squares=False, top=self._top)
 
     def compute_teacher_log_probs(self, batch: BatchData, *, temperature: float) -> BatchData:
