@@ -418,3 +418,19 @@ def test_the_vision_tower_is_planned_and_trained_with_the_rest(family, rank, mak
     shown = plan.plan_text(plan.make_plan(config, PluginPolicy()))
     assert f"({size.vision.weights:,} of its vision tower)" in shown
     assert ", images " in shown
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        (("transfer_queue.backend=memory",), "transfer_queue.backend=memory"),
+        (
+            ("transfer_queue.durability=commit", "async_rl.max_staleness=1", "async_rl.order=ready_first"),
+            "async_rl.order",
+        ),
+    ],
+)
+def test_a_plan_refuses_what_a_run_refuses_of_the_data_plane(folder, settings, key):
+    planned = plan.make_plan(load_config([f"model.path={folder}", *settings]), PluginPolicy())
+    assert planned.refused
+    assert any(key in found.text for found in planned.checks if found.level == "error")

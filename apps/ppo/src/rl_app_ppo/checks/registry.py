@@ -157,15 +157,13 @@ def _algorithm(facts: Facts) -> None:
     build_graph(facts.config.algorithm, facts.config.actor)
 
 
-def _data_plane(facts: Facts) -> None:
+def _plane_settings(facts: Facts) -> None:
     check_kept_rows(facts.config)
-    settings = facts.config.transfer_queue
-    if settings.backend == "memory":
+    if facts.config.transfer_queue.backend == "memory":
         raise ConfigError(
             "transfer_queue.backend=memory keeps rows in the memory of one process, and the workers of a run are others; set "
             "transfer_queue.backend=simple."
         )
-    check_plane(settings)
 
 
 def _room_of_data(facts: Facts) -> None:
@@ -411,10 +409,18 @@ CHECKS = (
     ),
     Check(
         name="data plane",
-        look=_data_plane,
-        fine="its settings fit together, and its address is free",
+        look=_plane_settings,
+        fine="its settings fit the run",
+        used_by=ALL,
+        remedy="transfer_queue.backend, transfer_queue.durability",
+    ),
+    Check(
+        name="storage",
+        look=lambda facts: check_plane(facts.config.transfer_queue),
+        fine="the data plane can hold its rows, and its address is free",
         used_by=BEFORE,
-        remedy="transfer_queue.backend, transfer_queue.listen, transfer_queue.durability",
+        remedy="transfer_queue.backend, transfer_queue.listen, transfer_queue.journal_dir",
+        needs=frozenset({"data plane"}),
     ),
     Check(name="data", look=_data, used_by=BEFORE, remedy="data.train_files, data.val_files", needs=MODEL),
     Check(
