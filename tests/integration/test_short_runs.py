@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -146,6 +147,25 @@ def test_megatron_trains_all_weights_beside_a_reference_and_a_critic(app, base_m
         AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (done.folder / "checkpoint", base_model)
     )
     assert not [name for name in base if base[name].equal(model[name])]
+
+
+@pytest.mark.slow
+def test_megatron_sends_an_output_layer_that_is_tied_to_the_embedding(app, base_model, tmp_path):
+    """Small models have one; their checkpoints, and Megatron, have no name of its own for it."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = shutil.copytree(base_model, tmp_path / "tied")
+    config = AutoConfig.from_pretrained(base_model, tie_word_embeddings=True)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    done = app(
+        f"model.path={folder}", "model_engine=megatron", "actor.optim.lr=1e-2", "algorithm.old_log_prob=recompute"
+    )
+    assert done.code == 0, done.err
+    trained = done.metrics[1:]
+    assert [m["weight_sync/version"] for m in trained] == [1, 2]
+    assert max(m["training/rollout_log_probs_diff_max"] for m in trained) < 1e-4
 
 
 @pytest.mark.nightly

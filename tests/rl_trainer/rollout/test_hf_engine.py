@@ -467,3 +467,38 @@ def test_what_adopted_weights_generated_after_they_were_overwritten_is_dropped_a
     with pytest.raises(RolloutError, match="version 1 is dropped"):
         generate(engine, REQUESTS, max_new_tokens=24, ignore_eos=True)
     assert len(calls) == 2
+
+
+@pytest.fixture
+def tied(model_path, tmp_path):
+    """A model whose output layer is its embedding, which has one name in its files."""
+    folder = shutil.copytree(model_path, tmp_path / "tied")
+    model = AutoModelForCausalLM.from_pretrained(model_path)
+    config = model.config
+    config.tie_word_embeddings = True
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("way", ["copied", "adopted"])
+def test_a_tied_output_layer_may_be_sent_under_the_name_of_the_embedding_alone(tied, way):
+    engine, policy = HFRolloutEngine(tied), TorchPolicyBackend(tied, None)
+    sent = {weight.name: weight for weight in policy.named_weights() if weight.name != "lm_head.weight"}
+    assert "model.embed_tokens.weight" in sent
+    for version in (1, 2):
+        changed = torch.randn(sent["model.embed_tokens.weight"].shape, generator=torch.Generator().manual_seed(version))
+        weights = [*(sent | {"model.embed_tokens.weight": to_weight("model.embed_tokens.weight", changed)}).values()]
+        if way == "copied":
+            engine.load_weights(weights, version)
+        else:
+            engine.adopt_weights(weights, version, lambda: None)
+        assert torch.equal(engine._model.lm_head.weight, changed)
+        assert torch.equal(engine._model.model.embed_tokens.weight, changed)
+    with pytest.raises(WeightSyncError, match=r"missing \['lm_head.weight', 'model.embed_tokens.weight'\]"):
+        engine.load_weights([one for name, one in sent.items() if "embed" not in name], 3)
+
+
+def test_the_head_of_a_model_that_is_not_tied_must_be_sent(model_path):
+    engine, policy = HFRolloutEngine(model_path), TorchPolicyBackend(model_path, None)
+    with pytest.raises(WeightSyncError, match=r"missing \['lm_head.weight'\]"):
+        engine.load_weights([weight for weight in policy.named_weights() if weight.name != "lm_head.weight"], 1)

@@ -63,6 +63,7 @@ class HFRolloutEngine:
             whole = load_model(path).to(device)
             self._merged = MergedAdapter(whole, lora)
             self._model = whole.to(TORCH_DTYPES[dtype])
+        self._tied = _tied_names(self._model)
         self._path = Path(path)
         self._decode: Decode | None = None
         self._experts: ExpertRouting | None = None
@@ -180,7 +181,10 @@ class HFRolloutEngine:
     def _whole(self, weights: Iterable[WeightTensor], version: int) -> dict[str, torch.Tensor]:
         state: dict[str, torch.Tensor] = self._model.state_dict()
         wanted = {name: (torch_dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in state.items()}
-        return _checked_weights(weights, wanted, version)
+        given = {weight.name: weight for weight in weights}
+        # Checkpoints, and so Megatron, have a tied output layer under the name of the embedding.
+        given |= {name: given[first] for name, first in self._tied.items() if name not in given and first in given}
+        return _checked_weights(given, wanted, version)
 
     def load_adapter(self, weights: Iterable[WeightTensor], version: int) -> None:
         """Replace the current adapter: merge this one into the weights of version 0.
@@ -196,7 +200,7 @@ class HFRolloutEngine:
         if self._merged is None:
             raise WeightSyncError(f"Version {version} is an adapter, and this rollout engine was made without `lora`.")
         wanted = {name: ("float32", shape) for name, shape in self._merged.shapes().items()}
-        given = _checked_weights(weights, wanted, version)
+        given = _checked_weights({weight.name: weight for weight in weights}, wanted, version)
         adapter = {name: weight.to(self._device) for name, weight in given.items()}
         state: dict[str, torch.Tensor] = self._model.state_dict()
         with torch.no_grad():
@@ -333,8 +337,15 @@ def _decoder(folder: Path) -> Decode:
     return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True)
 
 
+def _tied_names(model: torch.nn.Module) -> dict[str, str]:
+    """The names of weights that are those of an earlier name too, with that name."""
+    first = dict[int, str]()
+    state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+    return {name: one for name, weight in state.items() if (one := first.setdefault(id(weight), name)) != name}
+
+
 def _checked_weights(
-    weights: Iterable[WeightTensor], wanted: Mapping[str, tuple[str, tuple[int, ...]]], version: int
+    weights: Mapping[str, WeightTensor], wanted: Mapping[str, tuple[str, tuple[int, ...]]], version: int
 ) -> dict[str, torch.Tensor]:
     """Check that the weights are exactly those wanted, {name: (element type, shape)}.
 
@@ -344,7 +355,7 @@ def _checked_weights(
     Raises:
         WeightSyncError: a weight is missing, unknown, or has another type or shape.
     """
-    given = joined_experts({weight.name: weight for weight in weights}, wanted)
+    given = joined_experts(weights, wanted)
     missing, unknown = sorted(wanted.keys() - given.keys()), sorted(given.keys() - wanted.keys())
     if missing or unknown:
         raise WeightSyncError(
