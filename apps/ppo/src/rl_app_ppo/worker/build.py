@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import msgspec
 
@@ -245,7 +245,7 @@ def _generator(config: AppConfig, path: Path) -> RolloutEngine:
         call_timeout_s=config.trainer.stage_timeout_s,
         interruptible=config.async_rl.on_update != "finish" or config.async_rl.when_stale == "drop",
     )
-    built: object = config.generator.build(setup)
+    built = cast("object", config.generator.build(setup))  # of a plug-in
     if not isinstance(built, RolloutEngine):
         raise ConfigError(
             f"rollout.name={rollout.name!r}: {type(config.generator).__qualname__}.build must return a RolloutEngine; "
