@@ -24,14 +24,16 @@ class CheckpointEngineConfig(Options):
 
     backend: str = option(
         "shm",
-        "short name of an engine, or delta-<engine>, which sends changes alone",
+        "engine that moves the weights, or delta-<engine>, which sends only changed elements",
         plugins="rl_ckpt_engine.backends",
     )
-    enabled: bool = option(True, "false: rollout keeps the initial weights; the run says so")
+    enabled: bool = option(
+        True, "send new weights to the rollout; false: it keeps the initial weights, and the run says so"
+    )
     timeout_s: float = option(60.0, "deadline in seconds of each phase: send, receive, activate", gt=0, lt=math.inf)
 
     bucket_mb: float = option(
-        64.0, "engines that copy: MiB asked for at once; two buckets are on their way at any time", gt=0, lt=math.inf
+        64.0, "engines that copy: MiB per request; two requests are in flight at any time", gt=0, lt=math.inf
     )
     prefetch: bool = option(
         True,

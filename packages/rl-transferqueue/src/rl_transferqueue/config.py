@@ -29,7 +29,7 @@ class TransferQueueConfig(Options):
     )
     segment_mb: int = option(16, "MiB of memory a storage unit touches ahead of need, in one step", ge=1)
     timeout_s: float = option(
-        60.0, "seconds a call on the plane may take where the caller names no deadline", gt=0, lt=math.inf
+        60.0, "deadline of a call on the plane for which the caller gives none, seconds", gt=0, lt=math.inf
     )
 
     read_cache_mb: int = option(
@@ -41,7 +41,7 @@ class TransferQueueConfig(Options):
 
     backend: str = option(
         "simple",
-        "where the bytes lie (simple: shared memory of storage units; memory: threads of this process)",
+        "where the bytes are stored (simple: shared memory of storage units; memory: threads of this process)",
         plugins="rl_transferqueue.backends",
     )
     backend_address: str = option(
@@ -49,8 +49,8 @@ class TransferQueueConfig(Options):
     )
     listen: str = option(
         "",
-        "address of this host to serve clients of other hosts at, host, host:port or [IPv6]:port: with a port, that one and those "
-        "after it; beyond loopback it needs a key (RL_TQ_KEY_FILE). Empty: only this host, over unix sockets",
+        "address of this host at which clients of other hosts are served: host (free ports), or host:port or [IPv6]:port (that port and "
+        "those after it); beyond loopback it needs a key (RL_TQ_KEY_FILE). Empty: only this host, over unix sockets",
     )
     durability: str = option(
         "off",

@@ -34,7 +34,7 @@ Trains a language model with PPO or GRPO. Without arguments: the demo, on this m
 
   algorithm=NAME   choose the algorithm:
 {algorithms}
-  preset=NAME,...  choose values that override its defaults, later ones first; a name can be a YAML file:
+  preset=NAME,...  choose values that override its defaults; later ones win; a name can be a YAML file:
 {presets}
   key=value        set any key below, for instance actor.optim.lr=1e-5 rollout.n=8
   --config FILE    read settings from YAML (overrides win)

@@ -16,9 +16,9 @@ class RestartConfig(Options):
 
     max_per_hour: int = option(
         6,
-        "most new processes within an hour of each rollout worker, and of the controller of a data plane with a journal; and most "
-        "restarts of the run after the death of any other process, or of a connection between ranks; then the run fails. 0: it fails at the "
-        "first death",
+        "limit per hour, beyond which the run fails: of new processes for each rollout worker, and for the controller of a data plane with a "
+        "journal; and of restarts of the run after the death of any other process, or of a connection between ranks. 0: it fails at the first "
+        "death",
         ge=0,
     )
     backoff_s: float = option(
@@ -29,8 +29,8 @@ class RestartConfig(Options):
     )
     heartbeat_s: float = option(
         60.0,
-        "a process on any host of the run that is stopped or hangs in native code for so many seconds is killed, as if it had died; the time "
-        "of a debugger counts, too. 0: never",
+        "seconds after which a process of the run, on any host, that is stopped or hangs in native code is killed and counts as died; time in a "
+        "debugger counts, too; 0: never",
         ge=0,
     )
 

@@ -57,7 +57,7 @@ class GenerationConfig(RolloutConfig):
     )
     gpu_memory_utilization: float = option(
         GPU_PART,
-        "part of the memory of each GPU of a vLLM replica for weights, activations and KV cache",
+        "fraction of the memory of each GPU that a vLLM replica uses for weights, activations and KV cache",
         gt=0,
         le=1,
         needs="name=vllm",

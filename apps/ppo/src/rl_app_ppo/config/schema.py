@@ -85,11 +85,11 @@ class DataConfig(Options):
         needs="curriculum=target_score",
     )
     prompt_key: str = option(
-        "prompt", "field of a row with the prompt: a list of messages, or a text", needs="train_files", verl="."
+        "prompt", "field of a row with the prompt: a list of messages, or a string", needs="train_files", verl="."
     )
     ground_truth_key: str = option(
         "ground_truth",
-        "field of a row with the right answer, a text or a number, in rows without reward_model",
+        "field of a row with the right answer, a string or a number, in rows without reward_model",
         needs="train_files",
     )
     answer_key: str = option(
@@ -99,7 +99,7 @@ class DataConfig(Options):
     )
     max_prompt_length: int = option(512, "most tokens of a prompt from a file", ge=1, needs="train_files", verl=".")
     filter_overlong_prompts: bool = option(
-        True, "drop longer prompts; otherwise they are bad rows", needs="train_files", verl="."
+        True, "drop prompts longer than max_prompt_length; false: they are bad rows", needs="train_files", verl="."
     )
     on_bad_row: str = option(
         "error", "invalid rows: error, or skip (the number is reported)", choices=ON_BAD_ROW, needs="train_files"
@@ -111,7 +111,7 @@ class DataConfig(Options):
         needs="train_files",
         resume="silent",
     )
-    demo: str = option("sums", "demo: task", choices=DEMOS, needs=DEMO_USED)
+    demo: str = option("sums", "task of the demo", choices=DEMOS, needs=DEMO_USED)
     train_size: int = option(4000, "demo: problems in the training split", ge=1, needs=DEMO_USED)
     val_size: int = option(
         512, "demo: problems in the validation split; the splits never overlap", ge=1, needs=DEMO_USED, resume="free"
@@ -281,8 +281,8 @@ class TrainerConfig(LoopConfig):
     )
     hang_report_s: float = option(
         AS_STAGES,
-        "end a run in which no worker answers and no response is settled for so many seconds, with a report of who waits for "
-        "what; 0: never; -1: 1.5 * trainer.stage_timeout_s",
+        "seconds without an answer of a worker or a settled response after which the run ends, with a report of who waits for what; "
+        "0: never; -1: 1.5 * trainer.stage_timeout_s",
         resume="free",
     )
     nnodes: int = option(
@@ -295,8 +295,8 @@ class TrainerConfig(LoopConfig):
     )
     n_gpus_per_node: int = option(
         ALL_GPUS,
-        "most GPUs of each host that the run uses; each process that computes on GPUs has its own; 0: all compute on the CPU; -1: as many as needed "
-        "of those that Ray has",
+        "most GPUs that the run uses on each host; each process that computes on GPUs has its own; 0: all compute on the CPU; -1: as many as "
+        "needed of those that Ray has",
         ge=ALL_GPUS,
         resume="free",
     )

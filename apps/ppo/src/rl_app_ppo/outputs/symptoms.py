@@ -153,7 +153,7 @@ def _of_gradients(last: Sequence[Metrics]) -> dict[str, str]:
     return {
         "gradient spike": (
             f"the gradient norm is {norms[-1]:.3g}, {norms[-1] / usual:.0f} times the median of the {len(norms) - 1} steps before "
-            "(actor/grad_norm); lower actor.optim.lr or actor.optim.grad_clip, and look at the responses of this step in samples/"
+            "(actor/grad_norm); lower actor.optim.lr or actor.optim.grad_clip, and look at the responses of this step (rl samples RUN --train)"
         )
     }
 
@@ -169,7 +169,7 @@ def _of_trends(first: Metrics, last: Sequence[Metrics]) -> dict[str, str]:
     if in_all("response_length/truncated_ratio", lambda share: share >= TRUNCATED):
         found["truncation"] = (
             f"{newest['response_length/truncated_ratio']:.0%} of the responses were cut off at rollout.response_length, "
-            f"and so were at least {TRUNCATED:.0%} in each of the last {STEPS} steps; raise it, or penalise length"
+            f"and so were at least {TRUNCATED:.0%} in each of the last {STEPS} steps; raise it, or penalize long responses (reward.overlong)"
         )
     fresh = in_all("training/off_policy/trajectory_staleness_worst/max", lambda age: age == 0)
     if fresh and in_all("training/rollout_probs_diff_mean", lambda gap: gap > GAP):

@@ -34,9 +34,11 @@ class PolicyLossConfig(Options):
         needs="loss_mode=clip_cov",
         verl=".",
     )
-    clip_cov_lb: float = option(1.0, "clip_cov: least covariance of such a token", needs="loss_mode=clip_cov", verl=".")
+    clip_cov_lb: float = option(
+        1.0, "clip_cov: least covariance of a token that can lose its gradient", needs="loss_mode=clip_cov", verl="."
+    )
     clip_cov_ub: float = option(
-        5.0, "clip_cov: largest covariance of such a token", needs="loss_mode=clip_cov", verl="."
+        5.0, "clip_cov: largest covariance of a token that can lose its gradient", needs="loss_mode=clip_cov", verl="."
     )
     kl_cov_ratio: float = option(
         0.0002, "kl_cov: share of the tokens with a KL penalty", gt=0, le=1, needs="loss_mode=kl_cov", verl="."
@@ -129,16 +131,18 @@ class ActorConfig(UpdateConfig):
     )
     entropy_coeff: float = option(0.0, "weight of the entropy bonus in the loss", lt=math.inf, verl=".")
     use_kl_loss: bool = option(False, "add the divergence from the reference policy to the loss", verl=".")
-    kl_loss_coef: float = option(0.001, "weight of that divergence", ge=0, lt=math.inf, needs="use_kl_loss", verl=".")
+    kl_loss_coef: float = option(
+        0.001, "weight of the divergence in the loss", ge=0, lt=math.inf, needs="use_kl_loss", verl="."
+    )
     kl_loss_type: str = option(
         "k3",
-        f"its estimator: {', '.join(KL_PENALTIES)}; with + behind it: its value, the gradient of k2",
+        f"estimator of the divergence in the loss: {', '.join(KL_PENALTIES)}; with the suffix + it has the gradient of k2",
         needs=("use_kl_loss", "kl_loss_topk=0"),
     )
     kl_loss_topk: int = option(
         0,
-        "tokens of the vocabulary, the most probable ones of the reference, from which that divergence is computed, the rest counting as one "
-        "token; 0: it is estimated from the sampled token",
+        "compute the divergence in the loss over this many most probable tokens of the reference, with all others as one more token; "
+        "0: estimate it from the sampled token",
         ge=0,
         needs="use_kl_loss",
     )

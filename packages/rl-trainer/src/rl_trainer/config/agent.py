@@ -36,7 +36,7 @@ class Limits(Options):
         0, "most tokens of all answers of a session; 0: what is left of the response", ge=0
     )
     answer_chars: int = option(4096, "most characters of one answer; the rest is cut off", ge=1)
-    calls: int = option(0, "most tool calls of a session, whose further calls get an error; 0: no limit", ge=0)
+    calls: int = option(0, "most tool calls of a session; further ones are answered with an error; 0: no limit", ge=0)
     call_timeout_s: float = option(10.0, "longest duration of one call, seconds", gt=0)
 
 

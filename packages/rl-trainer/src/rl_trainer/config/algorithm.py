@@ -95,7 +95,9 @@ class FilterGroupsConfig(Options):
     )
     metric: str = option("acc", "what is compared", choices=FILTER_METRICS)
     max_num_gen_batches: int = option(
-        4, "most rounds of generation per step; then it trains on what there is, if each rank gets a row", ge=1
+        4,
+        "most rounds of generation per step; after them it trains on the prompts it has, if each rank gets a row",
+        ge=1,
     )
 
 
@@ -122,7 +124,9 @@ class AlgorithmConfig(Options):
         plugins="rl_trainer.advantage_estimators",
         needs="trains_policy",
     )
-    rl_coef: float = option(1.0, "weight of the policy loss; 0: none is computed, and no advantages", ge=0, lt=math.inf)
+    rl_coef: float = option(
+        1.0, "weight of the policy loss; 0: neither it nor advantages are computed", ge=0, lt=math.inf
+    )
     sft_coef: float = option(
         0.0,
         "weight of the cross-entropy of the data's own answers; above 0, the last response to each training prompt is its answer, and is "
@@ -155,8 +159,8 @@ class AlgorithmConfig(Options):
     )
     teacher_ema: float = option(
         0.0,
-        "part of its weights that this teacher keeps at each update: it is the moving average of the policy (SDFT, arXiv:2601.19897), such as "
-        "0.99; 0: the policy as it is",
+        "with teacher_is_policy, the teacher is the moving average of the policy's weights with this decay per step, such as 0.99 (SDFT, "
+        "arXiv:2601.19897); 0: the policy as it is before each update",
         ge=0,
         lt=1,
         needs="teacher_is_policy",
@@ -172,7 +176,9 @@ class AlgorithmConfig(Options):
     gdpo_reward_keys: tuple[str, ...] = option(
         (), "gdpo: names of what the reward function returns, such as score,acc", verl="."
     )
-    gdpo_reward_weights: tuple[float, ...] = option((), "gdpo: weights of these; empty: all 1", lt=math.inf, verl=".")
+    gdpo_reward_weights: tuple[float, ...] = option(
+        (), "gdpo: weights of gdpo_reward_keys; empty: all 1", lt=math.inf, verl="."
+    )
     gigpo_step_coef: float = option(
         1.0,
         "gigpo: weight of a turn's advantage, beside that of its session",
@@ -182,7 +188,7 @@ class AlgorithmConfig(Options):
     )
     rae_decay: float = option(
         0.95,
-        "rae: part of a role's mean score that stays when a response is added",
+        "rae: decay of a role's running mean score, at each response",
         ge=0,
         lt=1,
         needs="estimates_rae",
@@ -190,13 +196,18 @@ class AlgorithmConfig(Options):
     use_kl_in_reward: bool = option(
         False, "subtract the divergence from the reference policy from each token's reward", verl="."
     )
-    kl_penalty: str = option("k1", "its estimator: " + ", ".join(KL_PENALTIES), needs="reads_reference", verl=".")
-    kl_ctrl: KLControlConfig = group(KLControlConfig, "weight of that divergence", needs="use_kl_in_reward", verl=".")
+    kl_penalty: str = option(
+        "k1", "estimator of the divergence in the reward: " + ", ".join(KL_PENALTIES), needs="reads_reference", verl="."
+    )
+    kl_ctrl: KLControlConfig = group(
+        KLControlConfig, "weight of the divergence in the reward", needs="use_kl_in_reward", verl="."
+    )
     old_log_prob: str = option(
         "auto",
-        "log-probs that the ratio of the policy loss is to: recompute (a pass of the actor), rollout (those of the rollout engine; the "
-        "rollout correction moves into the loss), interpolate (decoupled PPO without that pass: between those of the rollout engine and of "
-        "the policy being trained, by the age of the token's weights), or auto (the engine's in each step in which they agree with the actor's)",
+        "log-probs of the old policy in the ratio of the policy loss: recompute (by a pass of the actor), rollout (those of the rollout engine; "
+        "the rollout correction moves into the loss), interpolate (decoupled PPO without that pass: between those of the rollout engine and of "
+        "the policy being trained, by the age of the token's weights), or auto (those of the rollout engine in each step in which they agree "
+        "with the actor's)",
         choices=OLD_LOG_PROBS,
         needs="trains_policy",
     )
@@ -208,8 +219,8 @@ class AlgorithmConfig(Options):
     )
     router_replay: str = option(
         "disabled",
-        "experts of each token in the passes of the actor, for a model with experts: those of the rollout engine (R3, arXiv:2510.11370), of the "
-        "pass of the actor before the update (R2, arXiv:2512.01374), or what the router chooses in each pass (disabled)",
+        "experts of each token in the passes of the actor, for a mixture-of-experts model: those of the rollout engine (R3, arXiv:2510.11370), "
+        "those of the actor's pass before the update (R2, arXiv:2512.01374), or those that the router chooses in each pass (disabled)",
         choices=ROUTER_REPLAYS,
         verl="actor_rollout_ref.actor.megatron.router_replay.mode",
     )

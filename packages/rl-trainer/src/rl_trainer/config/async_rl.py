@@ -51,8 +51,8 @@ class AsyncConfig(Options):
     )
     when_stale: str = option(
         "wait",
-        "what keeps groups that others overtake within max_staleness: wait (a step waits for them while they can be trained in time), "
-        "drop (none waits; a group that would be too old is dropped before the weights change, and its prompt generated again, which "
+        "how max_staleness holds for groups that others overtake: wait (a step waits for them while they can be trained in time), drop "
+        "(no step waits; a group that would become too old is dropped before the weights change, and its prompt generated again, which "
         "favors short responses)",
         choices=WHEN_STALE,
         needs="order=ready_first",

@@ -10,7 +10,8 @@ from rl_protocol.support.options import Options, option, require
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("float32", "bfloat16")
-RECOMPUTE = "keep only the inputs of each layer and compute the rest again"
+RECOMPUTE = "keep only the inputs of each layer and recompute the rest in the backward pass"
+COMPUTE_TYPE = "float32, or bfloat16: type of the computation and of frozen weights; trained weights, gradient sums and optimizer stay float32"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,17 +169,17 @@ class MegatronConfig(EngineConfig):
     pipeline_model_parallel_size: int = option(1, "stages that share the layers", ge=1, verl=".")
     sequence_parallel: bool = option(False, "the ranks that share each layer also share the tokens in between")
     expert_model_parallel_size: int = option(
-        1, "replicas of the model that share the experts of each layer; the rest of it is on each", ge=1, verl="."
+        1, "replicas of the model that share the experts of each layer; each has a copy of the rest", ge=1, verl="."
     )
     world_size: int = option(
         0, "processes that share each trained model; 0: the fewest, tensor * pipeline * expert", ge=0
     )
     distributed_optimizer: bool = option(
-        False, "replicas share the optimizer's state: each has its part of it alone", verl=".use_distributed_optimizer"
+        False, "shard the optimizer's state over the replicas (ZeRO-1)", verl=".use_distributed_optimizer"
     )
     param_dtype: str = option(
         "float32",
-        "float32, or bfloat16: holds the model and computes in it; adapters, master weights and optimizer stay float32",
+        "float32, or bfloat16: type of the model and of the computation; adapters, master weights and optimizer stay float32",
         choices=DTYPES,
     )
 

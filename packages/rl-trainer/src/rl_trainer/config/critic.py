@@ -36,6 +36,8 @@ class CriticConfig(UpdateConfig):
         needs="use_lora",
         verl=(".model.lora_adapter_path", ".model.lora.adapter_path"),
     )
-    cliprange_value: float = option(0.5, "largest move of a value per step", gt=0, verl=".")
+    cliprange_value: float = option(
+        0.5, "clip range of the value loss: largest change of a value per step", gt=0, verl="."
+    )
     loss_agg_mode: str = option("token-mean", "how token losses become one number", choices=CRITIC_AGG_MODES)
     warmup_steps: int = option(0, "first steps in which the critic alone is trained", ge=0)

@@ -27,22 +27,26 @@ class LoraConfig(Options):
         0, "rank of the adapters; 0: no LoRA, all weights are trained", ge=0, verl=(".lora_rank", ".lora.rank")
     )
     alpha: float = option(
-        32.0, "numerator of their scale, alpha / rank", gt=0, lt=math.inf, verl=(".lora_alpha", ".lora.alpha")
+        32.0,
+        "the output of an adapter is scaled by alpha / rank",
+        gt=0,
+        lt=math.inf,
+        verl=(".lora_alpha", ".lora.alpha"),
     )
     dropout: float = option(
         0.0, "probability with which an input of an adapter is zeroed in updates", ge=0, lt=1, verl=".lora.dropout"
     )
     target_modules: tuple[str, ...] = option(
         (ALL_LINEAR,),
-        f"modules that get one: {', '.join(LINEAR)}; all-linear: all of these",
+        f"modules with an adapter: {', '.join(LINEAR)}; all-linear: all of these",
         verl=(".target_modules", ".lora.target_modules"),
     )
     exclude: tuple[str, ...] = option(
         (),
-        "modules that get none: full names or their last parts, such as layers.0.mlp.up_proj",
+        "modules without an adapter: full names or their last parts, such as layers.0.mlp.up_proj",
         verl=(".exclude_modules", ".lora.exclude_modules"),
     )
-    use_rslora: bool = option(False, "scale by alpha / sqrt(rank) instead (rsLoRA, arXiv:2312.03732)")
+    use_rslora: bool = option(False, "scale by alpha / sqrt(rank) instead of alpha / rank (rsLoRA, arXiv:2312.03732)")
     merge: bool = option(
         False,
         "send the rollout whole weights with the adapter merged in, instead of the adapter alone",

@@ -25,6 +25,6 @@ class ReplayConfig(Options):
     )
     lease_s: float = option(
         3600.0,
-        "seconds that a rollout worker has for its prompts, with restarts of its process; then they have failed",
+        "longest time in which a rollout worker must finish its prompts, seconds, restarts of its process included; then they have failed",
         gt=0,
     )

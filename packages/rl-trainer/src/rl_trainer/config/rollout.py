@@ -39,22 +39,22 @@ class RolloutConfig(Options):
     top_k: int = option(0, "sample from this many most likely tokens; 0: all", ge=0)
     sampling_replay: bool = option(
         True,
-        "the actor and the reference compute over the tokens that top_p and top_k kept, which the rollout records, so that "
-        "ratios are of what was sampled; false: over all tokens, in the rollout too",
+        "log-probs of rollout, actor and reference are over the tokens that top_p and top_k kept, so that ratios compare the "
+        "distributions that were sampled from; false: over all tokens",
         needs="top_p!=1.0 or top_k>0",
     )
     response_length: int = option(512, "most tokens per response", ge=1, verl=(".", "data.max_response_length"))
     session: str = option("single_turn", "how a session runs", plugins="rl_trainer.sessions")
     agent: AgentConfig = group(AgentConfig, "the policy calls tools", needs="session=tool_agent")
     stop: tuple[str, ...] = option(
-        (), "strings that end a response, which keeps the token that completes one; rewards see it"
+        (), "strings that end a response; the token that completes one is kept, and rewards see it"
     )
     stop_token_ids: tuple[int, ...] = option((), "tokens that end a response, besides the end of sequence", ge=0)
     ignore_eos: bool = option(False, "do not stop at the end-of-sequence token", verl=".")
     max_batch_size: int = option(512, "responses generated side by side in one replica", ge=1, resume="free")
     dtype: str = option(
         "float32",
-        "what replicas compute in; weights are rounded to it before they are sent",
+        "type in which replicas compute; weights are rounded to it before they are sent",
         choices=("float32", "bfloat16"),
     )
     val_kwargs: ValidationSampling = group(ValidationSampling, "sampling for validation", resume="free", verl=".")

@@ -103,7 +103,7 @@ class RolloutCorrectionConfig(Options):
     rollout_rs: tuple[str, ...] = option((), "rejection criteria; empty: none", choices=RS_CRITERIA, verl=".")
     rollout_rs_threshold: tuple[str, ...] = option(
         (),
-        "its thresholds, one for all or one each; k1: number or lower_upper of the ratio, others: nats, batch_m2: "
+        "thresholds of rollout_rs, one for all or one each; k1: number or lower_upper of the ratio, others: nats, batch_m2: "
         "squared nats, such as 0.04",
         verl=".",
     )
