@@ -120,7 +120,7 @@ def test_forms_of_a_reward_function(run_block):
     ("page", "words"),
     [
         ("packages/rl-trainer/docs/algorithms.md", r"it is split\. ([^.]*) are one loss per response"),
-        ("docs/guides/other_trainers.md", r"The losses ([^.]*) also need `actor\.loss_agg_mode=seq-mean-token-mean`"),
+        ("docs/guides/other_trainers.md", r"The losses ([^.]*) also need\s`actor\.loss_agg_mode=seq-mean-token-mean`"),
     ],
 )
 def test_a_page_names_the_losses_of_whole_responses(page, words):
