@@ -135,14 +135,13 @@ def _process_plan(
         if on_gpu:
             offloaded += sum(parts.pop(name, 0) for name in host_parts(role, config))
         memory[role] = parts
-    cpus = config.ray.cpus_per_worker
     return ProcessPlan(
         count=count,
         host=host + 1,
         roles=roles,
         gpus=gpus,
         shared_gpus=shared,
-        cpus=cpus,
+        cpus=config.ray.cpus_per_worker,
         memory=memory,
         host_memory=offloaded,
     )

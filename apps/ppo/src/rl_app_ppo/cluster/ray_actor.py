@@ -219,7 +219,7 @@ class RayProcess:
         Raises:
             ConfigError: Ray was told not to choose them.
         """
-        if self._gpus and len(seen.split(",")) * bool(seen) != self._gpus:
+        if self._gpus and len(seen.split(",") if seen else ()) != self._gpus:
             raise ConfigError(
                 f"Worker {self.name}{self._where} has {counted(self._gpus, 'GPU')} and sees {f'GPUs {seen}' if seen else 'all'} of its node: Ray "
                 "leaves CUDA_VISIBLE_DEVICES as it is. Start Ray on all nodes without RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES."

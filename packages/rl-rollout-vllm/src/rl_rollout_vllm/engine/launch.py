@@ -56,7 +56,9 @@ def engine_arguments(config: VLLMConfig, model: Checkpoint, capabilities: VLLMCa
     lora = {} if adapter is None else {"enable_lora": True, "max_lora_rank": adapter.rank, "max_loras": 1}
     context = config.max_model_len or model.context
     gpu = capabilities.device == "cuda"
-    memory: dict[str, Any] = {"kv_cache_memory_bytes": config.kv_cache_bytes or (None if gpu else CPU_KV_CACHE)}
+    memory, cache = dict[str, Any](), config.kv_cache_bytes or (0 if gpu else CPU_KV_CACHE)
+    if cache:
+        memory["kv_cache_memory_bytes"] = cache
     if gpu:  # that part must be free at the start also where the cache has a size of its own
         memory["gpu_memory_utilization"] = config.gpu_memory_utilization
     # the trainer normalizes patches; vLLM's own processor starts all the same and reads a tokenizer

@@ -69,11 +69,7 @@ class TorchConfig(EngineConfig):
     """One process (model_engine=torch)."""
 
     device: str = option("auto", "cpu, cuda, or auto: cuda where there is one", choices=DEVICES)
-    param_dtype: str = option(
-        "float32",
-        "float32, or bfloat16: computes in it, and holds frozen weights in it; those that are trained, gradient sums and optimizer stay float32",
-        choices=DTYPES,
-    )
+    param_dtype: str = option("float32", COMPUTE_TYPE, choices=DTYPES)
     activation_checkpointing: bool = option(False, RECOMPUTE)
     optimizer_offload: bool = option(
         False, "between updates, keep the state of AdamW in host memory and no gradients (cuda)"
@@ -104,11 +100,7 @@ class FsdpConfig(EngineConfig):
 
     world_size: int = option(1, "processes that share each trained model", ge=1)
     device: str = option("auto", "cpu (gloo), cuda (nccl), or auto: cuda where there is one", choices=DEVICES)
-    param_dtype: str = option(
-        "float32",
-        "float32, or bfloat16: computes in it, and holds frozen weights in it; those that are trained, gradient sums and optimizer stay float32",
-        choices=DTYPES,
-    )
+    param_dtype: str = option("float32", COMPUTE_TYPE, choices=DTYPES)
     reshard_after_forward: bool = option(
         True, "free the gathered weights of a layer between forward and backward", verl="."
     )
