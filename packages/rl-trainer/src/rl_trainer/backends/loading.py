@@ -23,7 +23,7 @@ from rl_trainer.backends.packing import PACKED_ATTENTION, register_packed_attent
 from rl_trainer.backends.world import World
 from rl_trainer.data.images import FAMILIES
 from rl_trainer.data.model_families import why_padded
-from rl_trainer.kernels.linear import use_faster_linear
+from rl_trainer.kernels.faster_layers import use_faster_layers
 
 _logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def load_model(path: str | Path, *, packed: bool = False, dtype: torch.dtype = t
         unknown = sorted(found["unexpected_keys"])
         instead = f"; it has {_some(unknown)} instead" if unknown else ""
         raise _unreadable(path, f"it lacks {_some(missing)}, which would be random{instead}")
-    use_faster_linear(model)
+    use_faster_layers(model)
     return model.eval()
 
 
@@ -256,7 +256,7 @@ def _of_zeros(path: Path, kind: Any, zeros: dict[str, torch.Tensor], attention: 
     model.config.name_or_path = model.name_or_path = str(path)
     if (path / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(str(path), local_files_only=True)
-    use_faster_linear(model)
+    use_faster_layers(model)
     return None if get_model_conversion_mapping(model, add_legacy=False) else model.eval()
 
 

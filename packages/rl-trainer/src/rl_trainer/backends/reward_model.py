@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification
 from rl_protocol import ConfigError
 from rl_trainer.backends.loading import readable
 from rl_trainer.backends.world import device_of
-from rl_trainer.kernels.linear import use_faster_linear
+from rl_trainer.kernels.faster_layers import use_faster_layers
 from rl_trainer.rewards.scorer import Failure, Outcome, Sample, outcome_of
 from rl_trainer.rewards.scorer_toml import RewardModelConfig
 
@@ -116,5 +116,5 @@ def _load(path: Path) -> Any:
         )
     if model.config.num_labels != 1:
         raise ConfigError(f"The reward model {path} has {model.config.num_labels} labels; a reward has one.")
-    use_faster_linear(model)
+    use_faster_layers(model)
     return model.eval()

@@ -99,6 +99,9 @@ def outcome_of(returned: object) -> Outcome:
     numbers: dict[str, float] = {}
     texts: dict[str, str] = {}
     for name, got in named.items():
+        if type(got) is float and type(name) is str and abs(got) <= _LARGEST:  # mostly
+            numbers[name] = got
+            continue
         if not isinstance(cast(object, name), str):
             return Failure(kind="no_number", message=f"returned a result named {name!r}; names must be texts")
         value = got.item() if getattr(got, "ndim", None) == 0 else got  # numpy's scalars and torch's

@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 from transformers import DynamicCache, LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
+from rl_trainer.kernels.elementwise import Rotation, rms_norm, rotate, rotation
 from rl_trainer.kernels.linear import linear
 from rl_trainer.rollout.kv_cache import PreallocatedLayer
 
@@ -40,8 +41,7 @@ def next_logits(
     body = model.model
     hidden = body.embed_tokens(tokens)[:, 0]
     cos, sin = body.rotary_emb(hidden, positions)  # [B, 1, head]
-    half = sin.shape[-1] // 2
-    turn = cos, sin[..., :half], sin[..., half:]
+    turn = rotation(cos, sin)
     for layer, memory in zip(body.layers, cache.layers, strict=True):
         normed = _rms_norm(layer.input_layernorm, hidden)
         attended = _attend(layer.self_attn, memory, normed, turn, mask)
@@ -53,7 +53,7 @@ def next_logits(
 
 
 def _rms_norm(module: Any, states: torch.Tensor) -> torch.Tensor:
-    return F.rms_norm(states, module.weight.shape, module.weight, module.variance_epsilon)
+    return rms_norm(states, module.weight, module.variance_epsilon)
 
 
 def _linear(module: Any, states: torch.Tensor) -> torch.Tensor:
@@ -65,9 +65,7 @@ def _add_linear(hidden: torch.Tensor, module: Any, states: torch.Tensor) -> torc
     return hidden.add_(_linear(module, states))
 
 
-def _attend(
-    module: Any, memory: Any, normed: torch.Tensor, turn: tuple[torch.Tensor, ...], mask: torch.Tensor | None
-) -> torch.Tensor:
+def _attend(module: Any, memory: Any, normed: torch.Tensor, turn: Rotation, mask: torch.Tensor | None) -> torch.Tensor:
     """Attention of one token per row to itself and those in `memory`, [B, heads * head size]."""
     rows, size = len(normed), module.head_dim
     queries = _linear(module.q_proj, normed).view(rows, -1, size)
@@ -76,15 +74,7 @@ def _attend(
     if hasattr(module, "q_norm"):  # Qwen3
         queries, keys = _rms_norm(module.q_norm, queries), _rms_norm(module.k_norm, keys)
     # heads that share a key are queries beside each other
-    queries = _rotate(queries, *turn).view(rows, values.shape[1], -1, size)
-    all_keys, all_values = memory.update(_rotate(keys, *turn)[:, :, None], values)
+    queries = rotate(queries, turn).view(rows, values.shape[1], -1, size)
+    all_keys, all_values = memory.update(rotate(keys, turn)[:, :, None], values)
     attended = F.scaled_dot_product_attention(queries, all_keys, all_values, attn_mask=mask, scale=module.scaling)
     return attended.reshape(rows, -1)
-
-
-def _rotate(states: torch.Tensor, cos: torch.Tensor, sin_low: torch.Tensor, sin_high: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding of [B, heads, head size]."""
-    out, half = states * cos, sin_low.shape[-1]
-    out[..., :half].addcmul_(states[..., half:], sin_low, value=-1)
-    out[..., half:].addcmul_(states[..., :half], sin_high)
-    return out

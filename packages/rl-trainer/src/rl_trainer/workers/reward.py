@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import fsum
 from pathlib import Path
 from typing import ClassVar
 
@@ -286,7 +287,11 @@ def _by_prompt(scores: Mapping[str, float]) -> dict[str, tuple[float, float]]:
     groups: dict[str, list[float]] = {}
     for key, score in scores.items():
         groups.setdefault(RowKey.parse(key).uid, []).append(score)
-    return {uid: (float(np.mean(group)), float(np.var(group))) for uid, group in groups.items()}
+    found: dict[str, tuple[float, float]] = {}
+    for uid, group in groups.items():  # too few numbers for numpy
+        mean = fsum(group) / len(group)
+        found[uid] = mean, fsum((score - mean) ** 2 for score in group) / len(group)
+    return found
 
 
 def _examples(failures: Iterable[Failure]) -> str:
