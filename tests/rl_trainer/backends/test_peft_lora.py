@@ -24,6 +24,7 @@ from rl_trainer.backends.token_batch import token_batch
 from rl_trainer.backends.torch_critic import TorchCriticBackend
 from rl_trainer.backends.torch_policy import TorchPolicyBackend
 from rl_trainer.config.critic import CriticOptimConfig
+from rl_trainer.kernels.faster_layers import use_faster_layers
 from rl_trainer.rollout.hf_engine import HFRolloutEngine
 
 pytestmark = pytest.mark.numeric
@@ -98,7 +99,9 @@ def test_the_exported_adapter_loads_in_peft_with_equal_logits(model_path, lora, 
     data = training_batch(policy)
     policy.update(data, temperature=1.0)
     policy.save_pretrained(tmp_path / "checkpoint")
-    loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_path), tmp_path / "checkpoint")
+    base = AutoModelForCausalLM.from_pretrained(model_path)
+    use_faster_layers(base)  # which the policy has, and which round otherwise
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "checkpoint")
     assert logits(loaded.eval(), data).tolist() == logits(policy._model, data).tolist()
     ours, theirs = weights(policy), loaded.merge_and_unload().state_dict()
     assert ours.keys() == theirs.keys()
