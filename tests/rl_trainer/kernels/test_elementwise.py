@@ -57,7 +57,7 @@ def test_values_and_gradients(case, dtype):
     assert got.shape == want.shape
     for one, other in zip((got, *found), (want, *wanted), strict=True):
         assert one.dtype == dtype
-        assert apart(one.double(), other.detach()) < 100 * torch.finfo(dtype).eps
+        assert apart(one.double(), other.detach()) < (100 if dtype == torch.float32 else 4) * torch.finfo(dtype).eps
     with torch.no_grad():
         assert torch.equal(ours(*inputs), got)
 
