@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -166,6 +168,22 @@ def test_ragged_accepts_what_loses_nothing():
     assert ragged([[1, 2]], "float32").values.tolist() == [1.0, 2.0]
     assert ragged([[255]], "uint8").values.tolist() == [255]
     assert ragged([np.array([16256], np.uint16)], "bfloat16").dtype == "bfloat16"
+
+
+@given(st.lists(st.lists(st.integers(-(2**63), 2**64 - 1) | st.booleans() | st.floats(-9, 9), max_size=4), max_size=6))
+@pytest.mark.parametrize("dtype", ["int64", "uint64", "int8", "float32", "float64", "bool"])
+def test_lists_of_numbers_are_stored_as_arrays_of_them_are(dtype: str, rows: list[list[float]]):
+    arrays = [np.asarray(row) for row in rows]
+    try:
+        want = ragged(arrays, dtype)
+    except SchemaError as error:
+        with pytest.raises(SchemaError, match=re.escape(str(error))):
+            ragged(rows, dtype)
+        return
+    got = ragged(rows, dtype)
+    assert (got.values.dtype, got.dims) == (want.values.dtype, want.dims)
+    assert got.values.tolist() == want.values.tolist()
+    assert got.offsets.tolist() == want.offsets.tolist()
 
 
 def test_dense_refuses_what_it_can_not_store():

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -351,6 +351,8 @@ def ragged(rows: Sequence[AnyArray | Sequence[Any]], dtype: str, ragged_dim: int
             the row.
     """
     store = storage_dtype(dtype)
+    if not ragged_dim and (joined := _joined(rows, store, bits=store.name != dtype)) is not None:
+        return RaggedColumn(joined, offsets_from_lengths([len(row) for row in rows]), dtype)
     arrays = [
         row
         if isinstance(row, np.ndarray) and row.dtype == store and row.ndim
@@ -366,6 +368,19 @@ def ragged(rows: Sequence[AnyArray | Sequence[Any]], dtype: str, ragged_dim: int
         )
     values = np.concatenate(arrays) if arrays else np.zeros(0, store)
     return RaggedColumn(values, offsets_from_lengths([a.shape[0] for a in arrays]), dtype, ragged_dim)
+
+
+def _joined(rows: Sequence[AnyArray | Sequence[Any]], store: np.dtype[np.generic], *, bits: bool) -> AnyArray | None:
+    """The elements of rows that are lists or tuples of numbers, converted at once; None: they are
+    something else, or don't fit.
+    """
+    if not rows or not all(type(row) in (list, tuple) for row in rows):
+        return None
+    try:
+        values = np.array(list(chain.from_iterable(rows)))
+        return _as_storage(values, store, "", bits=bits) if values.ndim == 1 else None
+    except (ValueError, SchemaError):  # of single rows, the error names one
+        return None
 
 
 def _ragged_first(row: AnyArray, ragged_dim: int, number: int) -> AnyArray:

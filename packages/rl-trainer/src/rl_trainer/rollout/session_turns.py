@@ -386,7 +386,9 @@ class _SessionHandle:
         self._turns += 1
         request = request_of_turn(ref.uid, ref.session, turn, context, ref.images)
         if not self.aborted:
-            stops = msgspec.structs.replace(self._batcher.sampling, stop=(*self.stop, *stop)).stop  # checks them
+            stops = self.stop
+            if stop:
+                stops = msgspec.structs.replace(self._batcher.sampling, stop=(*stops, *stop)).stop  # checks them
             generation = await self._batcher.generate(self, request, max_tokens or self.response_length, stops)
             if self._batcher.sampling.routed_experts:
                 _check_routed(generation, len(context), f"Session {ref.session} of prompt {ref.uid!r}")
@@ -413,7 +415,8 @@ def _check(ref: SessionRef, trajectories: Sequence[Trajectory], sampling: Sampli
             f"{where} has no trajectory; a session must return at least one, the last of which is scored."
         )
     for index, one in enumerate(trajectories):
-        lengths = {len(one.response_ids), len(one.response_mask), len(one.log_probs), len(one.observations)}
+        columns = (one.response_ids, one.response_mask, one.log_probs, one.observed)
+        lengths = {len(column) for column in columns if column is not None}
         if len(lengths) > 1:
             raise RolloutError(
                 f"{where}, trajectory {index}: response_ids, response_mask, log_probs and observed must align; got {lengths}."

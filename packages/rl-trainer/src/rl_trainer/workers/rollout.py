@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
+from itertools import chain
 from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
 
-from rl_protocol import BatchData, ConfigError, KeptSets, KVBatchMeta, ObjectColumn, RLError, Tag, pack_arrays, ragged
+from rl_protocol import (
+    BatchData,
+    ConfigError,
+    KeptSets,
+    KVBatchMeta,
+    ObjectColumn,
+    RaggedColumn,
+    RLError,
+    Tag,
+    pack_arrays,
+    ragged,
+)
+from rl_protocol.batch.columns import offsets_from_lengths
 from rl_protocol.batch.routed_experts import ExpertIds, check_experts, computed_tokens, fill_routed
 from rl_protocol.bridge import Output, tqbridge
 from rl_protocol.ports import DataPlane, ImageInput, Lease, RolloutEngine, SessionResult, settle
@@ -242,7 +255,7 @@ class RolloutWorker(Worker):
                 "responses": ragged([t.response_ids for *_, t in named], "int64"),
                 "response_mask": ragged([t.response_mask for *_, t in named], "bool"),
                 "rollout_log_probs": ragged([t.log_probs for *_, t in named], "float32"),
-                "rollout_versions": ragged([np.array(t.runs, np.int32).reshape(-1, 2) for *_, t in named], "int32"),
+                "rollout_versions": _version_column([trajectory for *_, trajectory in named]),
             }
         )
         if self.columns.demonstration:
@@ -268,6 +281,13 @@ class RolloutWorker(Worker):
             for lease, ref, t in named
         ]
         return Output(columns=data, tags=tags, result=None)
+
+
+def _version_column(trajectories: Sequence[Trajectory]) -> RaggedColumn:
+    """Runs of (version, tokens) of these trajectories, [runs, 2] each."""
+    runs = [one.runs for one in trajectories]
+    values = np.array(list(chain.from_iterable(runs)), np.int32).reshape(-1, 2)
+    return RaggedColumn(values, offsets_from_lengths([len(one) for one in runs]), "int32")
 
 
 def _kept_columns(trajectories: Sequence[Trajectory]) -> BatchData:

@@ -30,12 +30,16 @@ def to_columns(keys: Sequence[str], tags: Sequence[Tag]) -> tuple[TagColumn, ...
         return tuple(TagColumn(name, _checked(keys, name, tuple(map(itemgetter(name), tags)))) for name in names)
     values: dict[str, list[Scalar]] = {}
     rows: dict[str, list[int]] = {}
-    for i, (key, tag) in enumerate(zip(keys, tags, strict=True)):
+    for i, tag in enumerate(tags):
         for name, value in tag.items():
-            values.setdefault(name, []).append(check_tag(key, name, value))
+            values.setdefault(name, []).append(value)
             rows.setdefault(name, []).append(i)
     return tuple(
-        TagColumn(name, tuple(column), b"" if len(column) == len(tags) else np.array(rows[name], "<i4").tobytes())
+        TagColumn(
+            name,
+            _checked([keys[i] for i in rows[name]], name, tuple(column)),
+            b"" if len(column) == len(tags) else np.array(rows[name], "<i4").tobytes(),
+        )
         for name, column in values.items()
     )
 
