@@ -104,7 +104,7 @@ def outcome_of(returned: object) -> Outcome:
             continue
         if not isinstance(cast(object, name), str):
             return Failure(kind="no_number", message=f"returned a result named {name!r}; names must be texts")
-        value = got.item() if getattr(got, "ndim", None) == 0 else got  # numpy's scalars and torch's
+        value = cast(Any, got).item() if getattr(got, "ndim", None) == 0 else got  # numpy's scalars and torch's
         if isinstance(value, str) and name not in ("score", "acc"):
             texts[name] = _as_utf8(value[:_LONGEST])
         elif isinstance(value, bool | int | float | np.number | np.bool_) and abs(value) <= _LARGEST:
