@@ -9,10 +9,9 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from transformers.activations import ACT2FN
 from transformers.models.llama import modeling_llama
 
-from rl_trainer.kernels.elementwise import rms_norm, rotate, rotation, swiglu
+from rl_trainer.kernels.elementwise import rms_norm, rotate, rotation
 from rl_trainer.kernels.linear import use_faster_linear
 
 _ROTARY = "apply_rotary_pos_emb"
@@ -21,10 +20,10 @@ _ROTATIONS = modeling_llama.apply_rotary_pos_emb, modeling_llama.rotate_half
 
 
 def use_faster_layers(model: torch.nn.Module) -> None:
-    """Have a model compute its linear layers, norms, gated MLPs and rotary embeddings faster on the
-    CPU, with results that differ by rounding.
+    """Have a model compute its linear layers, norms and rotary embeddings faster on the CPU, with
+    results that differ by rounding.
 
-    Norms and MLPs are replaced where the code of their class is a copy of Llama's, as most are in
+    Norms and rotary embeddings are replaced where their code is a copy of Llama's, as most are in
     transformers. Rotary embeddings are a function of the model's module in transformers, which is
     replaced there: for all models of that family in the process.
     """
@@ -32,9 +31,7 @@ def use_faster_layers(model: torch.nn.Module) -> None:
     for module in model.modules():
         kind = type(module)
         if _same_code(kind.forward, modeling_llama.LlamaRMSNorm.forward):
-            module.__class__ = _derived(kind, _norm)
-        elif _same_code(kind.forward, modeling_llama.LlamaMLP.forward) and type(module.act_fn) is type(ACT2FN["silu"]):
-            module.__class__ = _derived(kind, _mlp)
+            module.__class__ = _faster_norm(kind)
         elif (family := sys.modules.get(kind.__module__)) and hasattr(family, _ROTARY):
             _use_faster_rotary(family)
 
@@ -52,29 +49,16 @@ def _same_code(one: object, other: object) -> bool:
 
 
 @functools.cache
-def _derived(kind: type[torch.nn.Module], make: Callable[[Any], Any]) -> type[torch.nn.Module]:
-    """A class of the same name with another forward pass."""
-    return type(kind.__name__, (kind,), {"forward": make(kind.forward), "__module__": kind.__module__})
+def _faster_norm(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """A class of the same name that computes `rms_norm`."""
 
-
-def _norm(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    @functools.wraps(original)
+    @functools.wraps(kind.forward)
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         if not hidden_states.is_cpu:
-            return original(self, hidden_states)
+            return kind.forward(self, hidden_states)
         return rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
-    return forward
-
-
-def _mlp(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    @functools.wraps(original)
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        if not x.is_cpu:
-            return original(self, x)
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
-
-    return forward
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
 def _use_faster_rotary(family: Any) -> None:
