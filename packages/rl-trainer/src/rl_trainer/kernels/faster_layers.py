@@ -70,12 +70,13 @@ def _use_faster_rotary(family: Any) -> None:
 def _rotary(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def apply_rotary_pos_emb(
-        q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *more: Any, unsqueeze_dim: int = 1
+        q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *more: Any, **named: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         whole = q.shape[-1] == k.shape[-1] == cos.shape[-1]
-        if more or not (q.is_cpu and whole and q.dtype == k.dtype == cos.dtype) or cos.requires_grad:
-            return original(q, k, cos, sin, *more, unsqueeze_dim=unsqueeze_dim)
-        turn = rotation(cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim))
+        alike = q.is_cpu and q.dtype == k.dtype == cos.dtype
+        if more or named or not (whole and alike) or cos.requires_grad:
+            return original(q, k, cos, sin, *more, **named)
+        turn = rotation(cos.unsqueeze(1), sin.unsqueeze(1))  # for all heads
         return rotate(q, turn), rotate(k, turn)
 
     return apply_rotary_pos_emb
