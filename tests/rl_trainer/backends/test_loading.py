@@ -231,3 +231,14 @@ def test_a_wrong_field_of_the_configuration_is_named_with_its_folder(tmp_path, n
             ConfigError, match=rf"{path}.* can't be loaded as a transformers .* Look at its config\.json"
         ):
             call()
+
+
+def test_an_older_transformers_is_named():
+    program = (
+        "import sys, rl_trainer.backends.loading; del sys.modules['rl_trainer.backends.loading']; "
+        "sys.modules['transformers.conversion_mapping'] = None; "
+        "import rl_trainer.backends.loading"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1
+    assert "ImportError: rl_trainer.backends needs transformers 5.6 or newer; transformers " in ended.stderr

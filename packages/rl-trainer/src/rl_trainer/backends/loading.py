@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
-from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers import __version__ as transformers_version
 
 from rl_protocol import ConfigError
 from rl_protocol.errors import UNREADABLE, described_error
@@ -24,6 +24,14 @@ from rl_trainer.backends.world import World
 from rl_trainer.data.images import FAMILIES
 from rl_trainer.data.model_families import why_padded
 from rl_trainer.kernels.faster_layers import use_faster_layers
+
+try:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+except ModuleNotFoundError as error:
+    # the extra `torch` admits it for the environment of Megatron-Bridge, which loads no model here
+    raise ImportError(
+        f"rl_trainer.backends needs transformers 5.6 or newer; transformers {transformers_version} is installed."
+    ) from error
 
 _logger = logging.getLogger(__name__)
 
