@@ -7,7 +7,7 @@ import pytest
 from rl_protocol import ConfigError
 from rl_trainer import ActorConfig, AlgorithmConfig
 from rl_trainer.algorithms.old_log_prob import old_log_prob_mode
-from rl_trainer.config import AsyncConfig, FilterGroupsConfig, PolicyLossConfig, RolloutCorrectionConfig
+from rl_trainer.config import AsyncConfig, FilterGroupsConfig, OverlongConfig, PolicyLossConfig, RolloutCorrectionConfig
 from rl_trainer.graph.config_checks import check_combination, check_staleness
 
 GPG = ActorConfig(policy_loss=PolicyLossConfig(loss_mode="gpg"))
@@ -145,3 +145,21 @@ def test_sources_with_answers_alone_beside_others_with_rewards():
     config = AlgorithmConfig(by_source=("rl_coef=0@a", "sft_coef=1@a"))
     check_combination(config, ActorConfig(), 2)
     assert old_log_prob_mode(config) == "recompute"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        (
+            {"use_kl_in_reward": True},
+            r"adv_estimator=maxrl needs rewards of at least 0.* set it to false and ActorConfig\.use_kl_loss",
+        ),
+        ({}, r"adv_estimator=maxrl needs rewards of at least 0.* OverlongConfig\.buffer_len=4 .* set it to 0"),
+    ],
+)
+def test_an_estimator_without_negative_rewards_refuses_penalties(algorithm, message):
+    config, penalty = AlgorithmConfig(adv_estimator="maxrl", **algorithm), OverlongConfig(buffer_len=4)
+    with pytest.raises(ConfigError, match=message):
+        check_combination(config, ActorConfig(), 8, penalty)
+    check_combination(AlgorithmConfig(adv_estimator="maxrl"), ActorConfig(), 8, OverlongConfig())
+    check_combination(AlgorithmConfig(adv_estimator="grpo", **algorithm), ActorConfig(), 8, penalty)

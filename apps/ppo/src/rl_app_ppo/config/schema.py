@@ -509,7 +509,7 @@ class AppConfig(Options):
         if self.placement != (AUTO,):
             parse_placement(self.placement)
         ROLLOUT_ENGINES.get(self.rollout.name)
-        check_combination(self.algorithm, self.actor, self.rollout.n)
+        check_combination(self.algorithm, self.actor, self.rollout.n, self.reward.overlong)
         check_staleness(self.async_rl, self.algorithm, self.actor)
         check_loss_parts(self, path)
         self._check_batches(path)

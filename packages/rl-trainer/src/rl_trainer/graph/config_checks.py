@@ -6,7 +6,7 @@ from rl_protocol import ConfigError
 from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS, estimators_read
 from rl_trainer.algorithms.losses import POLICY_LOSSES
 from rl_trainer.algorithms.old_log_prob import starts_from_rollout
-from rl_trainer.config import ActorConfig, AlgorithmConfig, AsyncConfig
+from rl_trainer.config import ActorConfig, AlgorithmConfig, AsyncConfig, OverlongConfig
 from rl_trainer.config.rollout_correction import SECOND_MOMENT
 from rl_trainer.workers.columns import TASK_COLUMNS
 
@@ -17,8 +17,15 @@ WRITABLE = (
 """Columns beyond scores and masks that an estimator can read."""
 
 
-def check_combination(algorithm: AlgorithmConfig, actor: ActorConfig, rollout_n: int) -> None:
+def check_combination(
+    algorithm: AlgorithmConfig, actor: ActorConfig, rollout_n: int, overlong: OverlongConfig | None = None
+) -> None:
     """Refuse unknown names and settings that contradict each other.
+
+    Args:
+        algorithm, actor: of the run.
+        rollout_n: responses per prompt.
+        overlong: the penalty for long responses; None: there is none.
 
     Raises:
         ConfigError: names the settings, and what to set.
@@ -26,6 +33,7 @@ def check_combination(algorithm: AlgorithmConfig, actor: ActorConfig, rollout_n:
     _check_parts(algorithm, actor, rollout_n)
     for one in algorithm.variants:
         _check_estimator(one, rollout_n)
+        _check_nonnegative(one, overlong)
     _check_reward_parts(algorithm)
     _check_loss(algorithm, actor)
 
@@ -214,6 +222,23 @@ def _check_estimator(algorithm: AlgorithmConfig, rollout_n: int) -> None:
         raise ConfigError(
             f"AlgorithmConfig.adv_estimator={name} needs the old_log_prob stage, which AlgorithmConfig.old_log_prob={mode} leaves out; "
             "set it to auto or recompute."
+        )
+
+
+def _check_nonnegative(algorithm: AlgorithmConfig, overlong: OverlongConfig | None) -> None:
+    """Refuse to subtract from rewards that must not be negative."""
+    if not (ADVANTAGE_ESTIMATORS.get(algorithm.adv_estimator).nonnegative and algorithm.rl_coef):
+        return
+    needs = f"AlgorithmConfig.adv_estimator={algorithm.adv_estimator} needs rewards of at least 0, and"
+    if algorithm.use_kl_in_reward:
+        raise ConfigError(
+            f"{needs} AlgorithmConfig.use_kl_in_reward=true subtracts the divergence from them; set it to false and "
+            "ActorConfig.use_kl_loss to true, or another estimator."
+        )
+    if overlong is not None and overlong.buffer_len:
+        raise ConfigError(
+            f"{needs} OverlongConfig.buffer_len={overlong.buffer_len} subtracts from those of long responses; set it to 0, "
+            "or another estimator."
         )
 
 

@@ -38,7 +38,7 @@ ADVANTAGE_ESTIMATORS: Registry[Estimator] = Registry(
         "reinforce_plus_plus_baseline": Estimator(reinforce_plus_plus_baseline, compares=True),
         "remax": Estimator(remax, reads=("reward_baselines",)),
         "opo": Estimator(opo, compares=True),
-        "maxrl": Estimator(maxrl, compares=True),
+        "maxrl": Estimator(maxrl, compares=True, nonnegative=True),
         "lite_ppo": Estimator(lite_ppo, compares=True),
         "gpg": Estimator(gpg, compares=True),
         "gdpo": Estimator(gdpo, reads=("reward_components",), compares=True, settings=_BY_STD),

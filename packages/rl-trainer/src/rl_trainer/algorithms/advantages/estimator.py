@@ -123,12 +123,14 @@ class Estimator:
         compares: it compares the sessions of a prompt, so rollout.n must be at least 2.
         settings: which of gamma, lam and norm_adv_by_std_in_grpo it uses; AlgorithmConfig.by_source
             sets only these.
+        nonnegative: it takes no rewards below 0, so nothing may be subtracted from them.
     """
 
     estimate: Callable[[AdvantageInputs], Estimate]
     reads: tuple[str, ...] = ()
     compares: bool = False
     settings: tuple[str, ...] = ()
+    nonnegative: bool = False
 
 
 def whiten(x: FloatArray) -> FloatArray:

@@ -22,8 +22,8 @@ def maxrl(inputs: AdvantageInputs) -> Estimate:
     scores = inputs.session_scores()
     if scores.size and float(scores.min()) < 0:
         raise BatchError(
-            f"AlgorithmConfig.adv_estimator=maxrl needs rewards of at least 0, such as 0 and 1; got {float(scores.min()):g}. Set another "
-            "estimator, or leave out penalties: AlgorithmConfig.use_kl_in_reward and OverlongConfig.buffer_len."
+            f"AlgorithmConfig.adv_estimator=maxrl needs rewards of at least 0, such as 0 and 1; got {float(scores.min()):g}. Change "
+            "the reward function, or set another estimator."
         )
     groups = group_stats(inputs.episodes, scores)
     return inputs.session_advantages(groups.deviation / np.where(groups.varies, groups.mean, 1.0))
