@@ -434,3 +434,31 @@ def test_a_plan_refuses_what_a_run_refuses_of_the_data_plane(folder, settings, k
     planned = plan.make_plan(load_config([f"model.path={folder}", *settings]), PluginPolicy())
     assert planned.refused
     assert any(key in found.text for found in planned.checks if found.level == "error")
+
+
+@pytest.mark.parametrize(
+    ("tied", "settings", "key"),
+    [
+        (True, ("megatron.pipeline_model_parallel_size=2",), "megatron.pipeline_model_parallel_size"),
+        (False, ("megatron.pipeline_model_parallel_size=3",), "megatron.pipeline_model_parallel_size"),
+        (True, ("megatron.pipeline_model_parallel_size=2", "lora.rank=4"), ""),
+        (False, ("megatron.pipeline_model_parallel_size=2",), ""),
+    ],
+)
+def test_a_plan_refuses_a_layout_that_the_model_does_not_have(tied, settings, key, tmp_path):
+    config = Qwen2Config(
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+    )
+    config.save_pretrained(tmp_path)
+    planned = plan.make_plan(
+        load_config([f"model.path={tmp_path}", "model_engine=megatron", *settings]), PluginPolicy()
+    )
+    refused = [found.text for found in planned.checks if found.level == "error"]
+    assert len(refused) == bool(key)
+    assert all(key in text for text in refused)

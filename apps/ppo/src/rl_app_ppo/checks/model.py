@@ -28,6 +28,17 @@ from rl_trainer.rewards import parse_terms
 from rl_trainer.rewards.scorer_toml import RewardModelConfig, is_scorer_toml, read_scorer_toml
 
 
+def check_described(facts: Facts) -> None:
+    """Check that the settings fit a model of which only the config.json may be there.
+
+    Raises:
+        ConfigError: they do not; names the key.
+    """
+    if facts.described is not None:
+        _check_padding(facts.config, facts.described)
+        check_megatron_model(facts.config, facts.described)
+
+
 def check_model(facts: Facts) -> None:
     """Check that the model is whole, and that the settings fit it, its adapter and the demo.
 

@@ -18,7 +18,7 @@ from rl_app_ppo.checks.machine import (
     check_sync_on_gpus,
 )
 from rl_app_ppo.checks.memory import available_bytes, check_plane_size, step_bytes
-from rl_app_ppo.checks.model import check_context, check_model, check_models_fit
+from rl_app_ppo.checks.model import check_context, check_described, check_model, check_models_fit
 from rl_app_ppo.checks.prompts import check_prompts_are_known
 from rl_app_ppo.checks.ray_clusters import check_address_is_read, check_cluster, check_no_other, check_ray_folder
 from rl_app_ppo.checks.reference import check_reference, check_teacher_prompt
@@ -346,6 +346,13 @@ CHECKS = (
         fine="it is whole, and the settings fit it",
         used_by=BEFORE,
         remedy="model.path",
+    ),
+    Check(
+        name="config.json",
+        look=check_described,
+        fine="the settings fit it",
+        used_by=frozenset({"plan"}),
+        remedy="model.path, model_engine",
     ),
     Check(
         name="demo model",

@@ -28,12 +28,15 @@ def check_megatron_model(config: AppConfig, path: Path) -> None:
     options = config.engine
     try:
         shape = ModelShape.read(path)
-        Layout(
+        layout = Layout(
             tensor=options.tensor_model_parallel_size,
             pipeline=options.pipeline_model_parallel_size,
             sequence_parallel=options.sequence_parallel,
             expert=options.expert_model_parallel_size,
-        ).check(shape)
+        )
+        layout.check(shape)
+        if not config.lora.rank:
+            layout.check_whole(shape)
     except ConfigError as error:
         key = _KEYS.get(str(getattr(error, "field", "")))
         hint = f" The key is {key}." if key else ""

@@ -87,6 +87,25 @@ class Layout:
                 field="pipeline",
             )
 
+    def check_whole(self, shape: ModelShape) -> None:
+        """Check that all weights of the model can be trained when it is divided this way.
+
+        Raises:
+            ConfigError: copies of the embedding, or padding rows, would have to be kept equal.
+        """
+        if shape.tied and self.pipeline > 1:
+            raise ConfigError(
+                "Training all weights of a model with a tied output layer needs the embedding and the output layer in one "
+                f"stage; got pipeline={self.pipeline}. Set pipeline=1, or train adapters.",
+                field="pipeline",
+            )
+        if shape.vocab % self.tensor:
+            raise ConfigError(
+                f"Training all weights needs a vocabulary divisible by tensor={self.tensor}; got {shape.vocab}. Choose a "
+                "divisor, or train adapters.",
+                field="tensor",
+            )
+
     def _check_experts(self, shape: ModelShape) -> None:
         if self.expert > 1 and (not shape.experts or shape.experts % self.expert):
             raise ConfigError(

@@ -16,7 +16,6 @@ from rl_megatron_peft.backend.parallel import Ranks
 from rl_megatron_peft.base_model.experts import ExpertWeight
 from rl_megatron_peft.base_model.layout import hf_tensors
 from rl_megatron_peft.base_model.model_shape import ModelShape
-from rl_protocol.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,22 +65,10 @@ def model_parameters(model: GPTModel, shape: ModelShape, ranks: Ranks) -> Iterat
     """Yield all weights of this stage by their checkpoint names, and make them require gradients.
 
     Raises:
-        ConfigError: under this layout copies of the embedding, or padding rows, would have to be
-            kept equal.
+        ConfigError: see Layout.check_whole.
     """
     layout = ranks.layout
-    if shape.tied and layout.pipeline > 1:
-        raise ConfigError(
-            "Training all weights of a model with a tied output layer needs the embedding and the output layer in one "
-            f"stage; got pipeline={layout.pipeline}. Set pipeline=1, or train adapters.",
-            field="pipeline",
-        )
-    if shape.vocab % layout.tensor:
-        raise ConfigError(
-            f"Training all weights needs a vocabulary divisible by tensor={layout.tensor}; got {shape.vocab}. Choose a "
-            "divisor, or train adapters.",
-            field="tensor",
-        )
+    layout.check_whole(shape)
     model.requires_grad_(True)
     for name, parameter in base_parameters(model, shape, ranks):
         held, module = hf_tensors(name, tied=shape.tied), name.split(".")[-2]
