@@ -8,6 +8,7 @@ import logging
 import warnings
 
 import msgspec
+import numpy as np
 import pytest
 from ckpt_fakes import Fault, FaultyReceiver, FaultySender, Source, model, system
 
@@ -228,6 +229,19 @@ def test_versions_must_grow_and_only_one_sync_runs() -> None:
         for stale in (4, 3, -1):
             with pytest.raises(WeightSyncError, match="must increase; the last one was 4"):
                 await manager.update_weights(stale)
+
+    asyncio.run(run())
+
+
+def test_versions_are_integers_of_any_type() -> None:
+    _, _, manager = system(None)
+
+    async def run() -> None:
+        for wrong in (1.5, "7", None):
+            with pytest.raises(WeightSyncError, match=f"must be an integer; got {wrong!r}"):
+                await manager.update_weights(wrong)  # type: ignore[arg-type]
+        report = await manager.update_weights(np.int64(2))  # type: ignore[arg-type]
+        assert (type(report.version), report.version, manager.version) == (int, 2, 2)
 
     asyncio.run(run())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import operator
 import time
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
@@ -126,7 +127,7 @@ class CheckpointEngineManager:
             raise WeightSyncError(
                 f"Version {version} can't be synchronized while version {self._syncing} is; await that first."
             )
-        self._check_version(version)
+        version = self._checked(version)
         self._syncing = version
         try:
             async with self._lock:
@@ -215,11 +216,17 @@ class CheckpointEngineManager:
 
     # ---- checks
 
-    def _check_version(self, version: int) -> None:
-        if version < 0 or (self._committed is not None and version <= self._committed.version):
+    def _checked(self, version: int) -> int:
+        """The version as an int; numpy has other integers."""
+        try:
+            number = operator.index(version)
+        except TypeError:
+            raise WeightSyncError(f"A version must be an integer; got {version!r}.") from None
+        if number < 0 or (self._committed is not None and number <= self._committed.version):
             raise WeightSyncError(
-                f"Version {version} can't be synchronized: versions start at 0 and must increase; the last one was {self.version}."
+                f"Version {number} can't be synchronized: versions start at 0 and must increase; the last one was {self.version}."
             )
+        return number
 
     def _disabled_report(self, version: int) -> WeightSyncReport:
         if not self._said_disabled:
