@@ -139,13 +139,16 @@ def test_every_setting_is_explained_and_plain() -> None:
         assert setting.type in ("int", "float", "str", "bool")
 
 
-def test_the_runtime_directory_must_be_there_and_short(tmp_path: Path) -> None:
+def test_the_runtime_directory_must_be_there_and_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="not there"):
         start_local_plane(TransferQueueConfig(), tmp_path / "ghost")
     deep = tmp_path / ("d" * 100)
     deep.mkdir()
-    with pytest.raises(ConfigError, match="107 bytes"):
+    with pytest.raises(ConfigError, match=r"runtime directory .* (107|103) bytes"):
         start_local_plane(TransferQueueConfig(), deep)
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    with pytest.raises(ConfigError, match=r"temporary folder \(TMPDIR\) .* (107|103) bytes; set TMPDIR"):
+        start_local_plane(TransferQueueConfig())
     assert list(deep.iterdir()) == []
 
 

@@ -16,6 +16,7 @@ import psutil
 
 from rl_app_ppo.config.schema import LOCAL, RayConfig
 from rl_protocol import ConfigError
+from rl_protocol.support.host.portable import SOCKET_PATH_LIMIT
 
 _ANSWER_TIMEOUT_S = 5.0
 _ADDRESS = "RAY_ADDRESS"
@@ -24,7 +25,6 @@ RAY_PREFIX = "rl-app-ppo-ray-"
 """Of the folder of a Ray for the run alone."""
 _LONGEST_SOCKET = RAY_PREFIX + "12345678/ray/session_2026-12-31_23-59-59_999999_{pid}/sockets/plasma_store"
 """Of the sockets in that folder; the process is that of the driver."""
-_SOCKET_PATH_LIMIT = 103 if platform.system() == "Darwin" else 107
 _SERVER = "gcs_server"
 """Name of the process that every Ray cluster has once."""
 _HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
@@ -159,10 +159,10 @@ def check_ray_folder(config: RayConfig) -> str:
     remedy = f"Set {_FOLDER} to a local folder with a short path, or unset it."
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"{where} must be a folder in which this user may write. {remedy}")
-    most = _SOCKET_PATH_LIMIT - len(f"/{_LONGEST_SOCKET.format(pid=os.getpid())}")
+    most = SOCKET_PATH_LIMIT - len(f"/{_LONGEST_SOCKET.format(pid=os.getpid())}")
     if len(os.fsencode(folder)) > most:
         raise ConfigError(
-            f"{where} must have a path of at most {most} bytes, because those of its sockets have at most {_SOCKET_PATH_LIMIT}; got "
+            f"{where} must have a path of at most {most} bytes, because those of its sockets have at most {SOCKET_PATH_LIMIT}; got "
             f"{len(os.fsencode(folder))}. {remedy}"
         )
     return str(folder)

@@ -28,6 +28,7 @@ from rl_app_ppo.worker.messages import WarmupProgress, WorkerPlace
 from rl_app_ppo.worker.process import WorkerProcess
 from rl_protocol import ConfigError, RLError, WorkerDiedError, WorkerError
 from rl_protocol.counted import counted
+from rl_protocol.support.host.portable import SOCKET_PATH_LIMIT
 from rl_protocol.support.host_identity import this_host
 from rl_protocol.support.rendezvous import RendezvousAddress
 
@@ -36,8 +37,6 @@ _FAILURES = (RayTaskError, RayActorError, UnserializableException, TimeoutError)
 _actor_class: Any = ray.remote(WorkerProcess)
 _CREATION = "error raised in its creation task"
 """Part of Ray's message about a process that has raised an error at its start."""
-_LONGEST_PATH = 107
-"""Bytes of the path of a Unix socket."""
 _LOOK_S = 1.0
 """Seconds between two looks for a node, which Ray may find in the meantime."""
 _START_KEY, _STAGE_KEY = "ray.start_timeout_s", "trainer.stage_timeout_s"
@@ -266,7 +265,7 @@ class RayProcess:
         """
         self._sockets = folder
         path = folder / f"{self.pid}.sock"
-        if self.pid and len(bytes(path)) <= _LONGEST_PATH:
+        if self.pid and len(bytes(path)) <= SOCKET_PATH_LIMIT:
             with self.errors("listen"):
                 await self.actor.listen.remote(str(path))
             self._connection = await Connection.connect(path)

@@ -24,6 +24,7 @@ import msgspec
 from rl_ckpt_engine.endpoints.operations import METHODS, Endpoint, remote
 from rl_protocol import errors
 from rl_protocol.errors import UNREADABLE, ConfigError, RLError, WorkerDiedError, WorkerError
+from rl_protocol.support.host.portable import SOCKET_PATH_LIMIT
 
 _LENGTH = struct.Struct("<I")
 _MOST_BYTES = 256 << 20
@@ -81,7 +82,9 @@ async def serve(endpoint: Endpoint, path: str | Path) -> AsyncGenerator[None]:
         _make_private(path)  # before the first connection is possible
         await server.start_serving()
     except OSError as error:
-        raise ConfigError(f"No socket can be made at {path}: {error}. A path has at most 107 bytes.") from error
+        raise ConfigError(
+            f"No socket can be made at {path}: {error}. A path has at most {SOCKET_PATH_LIMIT} bytes."
+        ) from error
     try:
         yield
     finally:

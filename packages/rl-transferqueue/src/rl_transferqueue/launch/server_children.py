@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from rl_protocol.errors import ConfigError, PlaneLostError
+from rl_protocol.support.host.portable import SOCKET_PATH_LIMIT
 from rl_protocol.support.host_identity import this_host
 from rl_protocol.support.temporary_folders import temporary_folder
 from rl_transferqueue.client.deadline import deadline_after, seconds_until
@@ -26,7 +27,6 @@ from rl_transferqueue.transport.unix_link import socket_path
 from rl_transferqueue.wire.descriptor import RUNTIME_PREFIX, UnitAddress
 from rl_transferqueue.wire.process_liveness import this_process
 
-_SOCKET_PATH_LIMIT = 107
 _TAIL_BYTES = 2000
 _STOP_S = 1.0
 """Seconds a child has to end by itself, again after SIGTERM, and again after SIGKILL."""
@@ -83,10 +83,11 @@ def private_dir(base: str | Path | None) -> AbstractContextManager[Path]:
     parent = Path(tempfile.gettempdir()) if base is None else Path(base).absolute()
     if not parent.is_dir():
         raise ConfigError(f"The runtime directory {parent} is not there; make it first.")
-    if len(os.fsencode(parent / f"{RUNTIME_PREFIX}12345678" / "u255")) > _SOCKET_PATH_LIMIT:
+    if len(os.fsencode(parent / f"{RUNTIME_PREFIX}12345678" / "u255")) > SOCKET_PATH_LIMIT:
+        given = "temporary folder (TMPDIR)" if base is None else "runtime directory"
         raise ConfigError(
-            f"The runtime directory {parent} has too long a path for unix sockets ({_SOCKET_PATH_LIMIT} bytes at most); give a shorter "
-            "runtime_dir or set TMPDIR."
+            f"The {given} {parent} has too long a path for Unix sockets, which have at most {SOCKET_PATH_LIMIT} bytes; set TMPDIR to a "
+            "folder with a shorter one, or give runtime_dir."
         )
     return temporary_folder(RUNTIME_PREFIX, parent)
 

@@ -13,6 +13,9 @@ VARIABLE = "RL_PORTABLE"
 SHARED_FOLDER = Path("/tmp")
 """Where the portable facilities keep files: the same for processes with different TMPDIR."""
 
+SOCKET_PATH_LIMIT = 107 if sys.platform == "linux" else 103
+"""Most bytes of the path of a Unix socket: those of `sun_path`, without the zero at its end."""
+
 
 @cache
 def uses_linux() -> bool:
