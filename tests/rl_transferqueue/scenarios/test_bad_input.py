@@ -139,6 +139,11 @@ MATRIX: dict[str, tuple[Call, type[Exception], str]] = {
         BatchError,
         "count >= 0; got -1",
     ),
+    "watch-since-a-negative-version": (
+        lambda plane: plane.watch("train", since=-1, timeout_s=60),
+        BatchError,
+        "since >= 0; got -1",
+    ),
     "wait-for-more-than-there-is": (
         lambda plane: plane.wait_ready("train", count=9, fields=["score"], timeout_s=0.05),
         PlaneTimeout,

@@ -270,6 +270,9 @@ class Client(DataPlane):
     async def watch(
         self, partition: str, *, since: int = 0, where: Mapping[str, Scalar] | None = None, timeout_s: float
     ) -> RowChanges:
+        if since < 0:
+            raise BatchError(f"watch needs since >= 0; got {since}.")
+
         seconds = self._seconds(timeout_s)
         request = Watch(partition, since, check_where(where or {}), seconds)
         found = await self._controller.call(request, Changes, seconds + SERVER_GRACE_S)
