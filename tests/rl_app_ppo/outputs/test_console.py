@@ -48,6 +48,14 @@ def test_the_curve_shows_values_beyond_0_and_1(values, scale):
     assert "reward" in out.getvalue()
 
 
+def test_the_axis_of_one_step_has_no_fractions_of_steps():
+    out = io.StringIO()
+    Screen(Console(file=out, width=80)).curve({"accuracy": [(1, 0.5)]})
+    axis = out.getvalue().split("┬")[-1]
+    assert axis.split()[-2:] == ["1", "step"]
+    assert "1.5" not in axis
+
+
 def test_the_step_line_keeps_its_columns():
     metrics = {
         "critic/score/mean": 0.5,

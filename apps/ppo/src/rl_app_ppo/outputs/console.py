@@ -209,6 +209,9 @@ class Screen:
             if points:
                 plotext.plot([s for s, _ in points], [v for _, v in points], label=name)
         plotext.ylim(*accuracy_range(curves))  # plotext fails if a curve has no point inside
+        steps = sorted({step for points in curves.values() for step, _ in points})
+        if len(steps) == 1:  # plotext would choose an axis with fractions of steps
+            plotext.xticks(steps)
         plotext.xlabel("step")
         self._console.print(Text.from_ansi(plotext.build()))
 
