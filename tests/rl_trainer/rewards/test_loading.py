@@ -34,6 +34,18 @@ instance = Scorer()
 """
 
 
+@pytest.mark.parametrize("code", ["score = 3", "score: int = 3", "def score(): ...\nscore = 3"])
+def test_a_number_in_place_of_a_function_is_refused_before_the_file_runs(tmp_path, code):
+    name = f"{write(tmp_path, code)}:score"
+    with pytest.raises(ConfigError, match=r"load_reward\.name='.*mine\.py:score' must be callable; got int"):
+        check_reward(name)
+
+
+@pytest.mark.parametrize("code", ["score = print", "score = 3\nscore = print", "if True:\n    score = 3"])
+def test_what_only_running_the_file_tells_is_left_to_it(tmp_path, code):
+    check_reward(f"{write(tmp_path, code)}:score")
+
+
 def test_a_file_loads_only_as_the_user_has_allowed_it(tmp_path):
     name = f"{write(tmp_path, FORMS)}:score"
     for use in (check_reward, load_reward):

@@ -18,6 +18,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec
 from importlib.util import decode_source, find_spec, module_from_spec
@@ -180,6 +181,25 @@ def written_signature(name: str, key: str, environment: Mapping[str, str] = os.e
     if found is None or isinstance(found, ast.ClassDef) or found.decorator_list:
         return None
     return inspect.Signature(list(_parameters(found.args)))
+
+
+def written_literal(name: str, key: str, environment: Mapping[str, str] = os.environ) -> str:
+    """The type of the literal that `path.py:name` is, without running the file, as `int`; empty: it
+    is no literal, or only running the file can tell.
+
+    Raises:
+        ConfigError: as `read_trusted`.
+    """
+    file, _, attribute = _split(name, key)
+    _, content = read_trusted(file, key, environment)
+    binding = [one for one in ast.parse(content).body if attribute in _names([one])]
+    match binding[-1:]:
+        case [ast.Assign(targets=[ast.Name()], value=value) | ast.AnnAssign(value=ast.expr() as value)]:
+            with suppress(ValueError, TypeError):
+                return type(ast.literal_eval(value)).__name__
+        case _:
+            pass
+    return ""
 
 
 def _parameters(given: ast.arguments) -> Iterator[inspect.Parameter]:

@@ -20,7 +20,7 @@ from rl_protocol import ConfigError
 from rl_protocol.errors import located_error
 from rl_protocol.support.options import nearest
 from rl_protocol.support.plugins import check_installed, installed_plugins, load_installed
-from rl_protocol.support.trusted_files import check_object, find_object, load_object, written_signature
+from rl_protocol.support.trusted_files import check_object, find_object, load_object, written_literal, written_signature
 from rl_trainer.rewards.functions import ARGUMENTS, BATCH_ARGUMENTS, misfit
 
 ENTRY_POINTS = "rl_trainer.rewards"
@@ -46,12 +46,18 @@ def check_reward(name: str, environment: Mapping[str, str] = os.environ) -> None
     """
     if ":" in name:
         check_object(name, KEY, environment)
+        if kind := written_literal(name, KEY, environment):
+            raise _not_callable(name, kind)
         if signature := written_signature(name, KEY, environment):
             _check_call(signature, name, environment)
     else:
         found = _find(name)
         if name not in BUILT_IN:
             check_installed(found, environment)
+
+
+def _not_callable(name: str, kind: str) -> ConfigError:
+    return ConfigError(f"{KEY}={name!r} must be callable; got {kind}.")
 
 
 def _check_call(signature: inspect.Signature, name: str, environment: Mapping[str, str]) -> None:
@@ -79,7 +85,7 @@ def load_reward(name: str, environment: Mapping[str, str] = os.environ) -> Calla
     """
     loaded = load_object(name, KEY, environment) if ":" in name else _load_named(name, environment)
     if not callable(loaded):
-        raise ConfigError(f"{KEY}={name!r} must be callable; got {type(loaded).__name__}.")
+        raise _not_callable(name, type(loaded).__name__)
     _check_call(inspect.signature(loaded), name, environment)
     return loaded
 
