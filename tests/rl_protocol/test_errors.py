@@ -6,11 +6,14 @@ import builtins
 import inspect
 import pickle
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 import rl_protocol
-from rl_protocol import RLError, errors
+from rl_protocol import RLError, WorkerError, errors
+from rl_protocol.errors import user_code
 
 CLASSES = [c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, RLError)]
 
@@ -54,3 +57,30 @@ def test_every_error_is_public_and_documented():
     for cls in CLASSES:
         assert cls.__doc__
         assert cls.__name__ in rl_protocol.__all__
+
+
+def test_user_code_raises_an_error_of_the_package_with_the_place() -> None:
+    def broken() -> None:
+        raise ValueError("no")
+
+    with pytest.raises(WorkerError, match=r"^It raised ValueError: no\.$") as raised, user_code(as_worker_error):
+        broken()
+    assert isinstance(raised.value.__cause__, ValueError)
+    given = RLError("as it is")
+    with pytest.raises(RLError) as passed, user_code(as_worker_error):
+        raise given
+    assert passed.value is given
+    with pytest.raises(KeyboardInterrupt), user_code(as_worker_error):
+        raise KeyboardInterrupt
+
+
+def test_user_code_names_the_line_in_another_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def broken():\n    1 / 0\n")
+    names: dict[str, Any] = {"__name__": "mine"}
+    exec(compile((tmp_path / "mine.py").read_text(), str(tmp_path / "mine.py"), "exec"), names)
+    with pytest.raises(WorkerError, match=r"ZeroDivisionError: .* \(.*/mine\.py:2\)"), user_code(as_worker_error):
+        names["broken"]()
+
+
+def as_worker_error(raised: str) -> WorkerError:
+    return WorkerError(f"It raised {raised}.")

@@ -30,6 +30,7 @@ differently from its parent.
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
 
 import msgspec
 
@@ -71,6 +72,26 @@ def place_of_error(error: BaseException, package: str = "") -> str:
     ]
     lines = [line for file, line in called if file == called[0][0]]
     return f"{called[0][0]}:{lines[-1]}" if called else ""
+
+
+class user_code:  # noqa: N801 - used as a function
+    """A context in which user code runs: an RLError passes, any other Exception becomes one.
+
+    Args:
+        as_error: makes the error from kind, message and place of the exception (`located_error`).
+    """
+
+    def __init__(self, as_error: Callable[[str], RLError]) -> None:
+        self._as_error = as_error
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        # A generator with @contextmanager would be the first frame in the traceback of the error,
+        # and `place_of_error` would name its caller as the place.
+        if isinstance(error, Exception) and not isinstance(error, RLError):
+            raise self._as_error(located_error(error)) from error
 
 
 class RLError(Exception):

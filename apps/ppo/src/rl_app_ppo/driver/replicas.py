@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 from rl_app_ppo.driver.restart_policy import RestartLimitError, RestartPolicy
 from rl_ckpt_engine import CheckpointEngineManager, ReceiverEndpoint, remote
 from rl_protocol import RLError, WeightSyncError, WorkerDiedError
-from rl_protocol.errors import located_error
+from rl_protocol.errors import user_code
 from rl_protocol.ports import Memory, WeightSyncReport
 from rl_rollout_vllm import EngineDiedError
 from rl_trainer import WorkerHandle
@@ -211,18 +211,16 @@ class ReplicaSync:
         return await self._sync(version)
 
     async def _sync(self, version: int) -> WeightSyncReport:
-        try:
+        manager = type(self._manager)
+        if manager is CheckpointEngineManager:
             return await self._manager.update_weights(version)
-        except RLError:
-            raise
-        except Exception as error:  # boundary to user code, which may raise anything
-            manager = type(self._manager)
-            if manager is CheckpointEngineManager:
-                raise
-            raise RLError(
-                f"The weight manager {manager.__qualname__} failed: {located_error(error)}. Repair it, or take it out of "
+        with user_code(
+            lambda raised: RLError(
+                f"The weight manager {manager.__qualname__} failed: {raised}. Repair it, or take it out of "
                 "checkpoint_engine.checkpoint_manager_class."
-            ) from error
+            )
+        ):
+            return await self._manager.update_weights(version)
 
     async def sleep(self, *, weights_follow: bool) -> int | None:
         """Free memory of the replicas; see RolloutMemory."""

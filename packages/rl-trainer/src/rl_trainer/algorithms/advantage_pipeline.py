@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_protocol import BatchData, ConfigError, KVBatchMeta, RaggedColumn, RLError, RowKey
-from rl_protocol.errors import located_error
+from rl_protocol.errors import user_code
 from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs, Estimator, role_baselines
 from rl_trainer.algorithms.arrays import BoolArray, FloatArray, IntArray, row_sums
 from rl_trainer.algorithms.covariance_tokens import clip_cov_tokens, kl_cov_tokens
@@ -174,12 +174,8 @@ def _estimate(inputs: AdvantageInputs, sources: SourceRows) -> tuple[FloatArray,
 
 
 def _estimated(name: str, estimator: Estimator, inputs: AdvantageInputs) -> object:
-    try:
+    with user_code(lambda raised: RLError(f"AlgorithmConfig.adv_estimator={name!r} raised {raised}.")):
         return estimator.estimate(inputs)
-    except RLError:
-        raise
-    except Exception as error:  # boundary to user code, which may raise anything
-        raise RLError(f"AlgorithmConfig.adv_estimator={name!r} raised {located_error(error)}.") from error
 
 
 def _checked(name: str, returned: object, tokens: int) -> Sequence[FloatArray]:

@@ -21,7 +21,7 @@ import numpy as np
 from rl_protocol import ConfigError, KeptSets, RLError, RolloutError
 from rl_protocol.batch.routed_experts import ExpertIds, join_routed
 from rl_protocol.counted import counted
-from rl_protocol.errors import located_error
+from rl_protocol.errors import user_code
 from rl_protocol.ports import Generation, GenerationRequest, ImageInput, RolloutEngine, SamplingParams
 from rl_trainer.data import PromptRow
 from rl_trainer.rollout.partial_generation import generate_turn
@@ -284,14 +284,10 @@ class _RequestBatcher:
         return None if handle.aborted and self._broken is None else ended
 
     async def _run(self, kind: SessionKind, ref: SessionRef, handle: _SessionHandle) -> list[Trajectory]:
-        try:
+        with user_code(lambda raised: RolloutError(f"Session {ref.session} of prompt {ref.uid!r} raised {raised}.")):
             returned: object = kind.run(ref.row, handle)
             if inspect.isawaitable(returned):
                 returned = await returned
-        except RLError:
-            raise
-        except Exception as error:
-            raise RolloutError(f"Session {ref.session} of prompt {ref.uid!r} raised {located_error(error)}.") from error
         trajectories = _trajectories(ref, returned)
         _check(ref, trajectories, self.sampling)
         return trajectories
@@ -317,17 +313,13 @@ class _RequestBatcher:
     async def _serve(self, budget: int, stops: tuple[str, ...], served: Sequence[_Wait]) -> None:
         sampling = msgspec.structs.replace(self.sampling, max_new_tokens=budget, stop=stops)
         try:
-            generations = list(await self._engine.generate([wait.request for wait in served], sampling))
+            with user_code(lambda raised: RolloutError(f"The rollout engine raised {raised}.")):
+                generations = list(await self._engine.generate([wait.request for wait in served], sampling))
             if len(generations) != len(served):
                 given = counted(len(generations), "generation")
                 raise RolloutError(f"The rollout engine returned {given} for {counted(len(served), 'request')}.")
-        except RLError as error:
+        except RLError as error:  # no session may wait for its response for ever
             self._fail(served, error)
-            return
-        except Exception as error:  # noqa: BLE001 - no session may wait for its response for ever
-            broken = RolloutError(f"The rollout engine raised {located_error(error)}.")
-            broken.__cause__ = error
-            self._fail(served, broken)
             return
         for wait, generation in zip(served, generations, strict=True):
             if not wait.answer.done():

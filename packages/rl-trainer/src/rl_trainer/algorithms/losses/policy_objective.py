@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from rl_protocol import BatchError, ConfigError, RLError
-from rl_protocol.errors import located_error
+from rl_protocol.errors import user_code
 from rl_trainer.algorithms.arrays import sum_by
 from rl_trainer.algorithms.losses import POLICY_LOSSES
 from rl_trainer.algorithms.losses.aggregate import BatchCounts, add_masked, aggregate
@@ -196,13 +196,9 @@ class PolicyObjective:
         return per_token, mask
 
     def _token_loss(self, inputs: LossInputs) -> object:
-        try:
+        name = self._config.policy_loss.loss_mode
+        with user_code(lambda raised: RLError(f"PolicyLossConfig.loss_mode={name!r} raised {raised}.")):
             return self._function(inputs)
-        except RLError:
-            raise
-        except Exception as error:  # boundary to user code, which may raise anything
-            name = self._config.policy_loss.loss_mode
-            raise RLError(f"PolicyLossConfig.loss_mode={name!r} raised {located_error(error)}.") from error
 
     def _correct(
         self, correction: RolloutCorrectionConfig, log_prob: torch.Tensor, tokens: TokenColumns, means: WeightedMeans
