@@ -462,3 +462,12 @@ def test_a_plan_refuses_a_layout_that_the_model_does_not_have(tied, settings, ke
     refused = [found.text for found in planned.checks if found.level == "error"]
     assert len(refused) == bool(key)
     assert all(key in text for text in refused)
+
+
+@pytest.mark.parametrize("setting", ["trainer.hooks=nohook", "trainer.logger=nologger"])
+def test_a_plan_refuses_plug_ins_that_a_run_refuses(setting, tmp_path):
+    Qwen2Config(vocab_size=16).save_pretrained(tmp_path)
+    planned = plan.make_plan(load_config([f"model.path={tmp_path}", setting]), PluginPolicy())
+    assert [found.text.partition(" ")[0] for found in planned.checks if found.level == "error"] == [
+        setting.partition("=")[0]
+    ]

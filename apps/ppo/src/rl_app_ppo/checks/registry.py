@@ -330,14 +330,14 @@ CHECKS = (
         name="loggers",
         look=lambda facts: check_installed(logger_names(facts.config.trainer.logger)),
         fine="their packages are installed",
-        used_by=BEFORE,
+        used_by=ALL,
         remedy="trainer.logger",
     ),
     Check(
         name="hooks",
         look=_hooks,
         fine="they exist and are allowed",
-        used_by=BEFORE,
+        used_by=ALL,
         remedy="trainer.hooks",
     ),
     Check(
