@@ -149,6 +149,14 @@ def _reference(facts: Facts) -> None:
     check_reference(facts.config, facts.tokenizer.get_vocab(), most, facts.sight)
 
 
+def _loggers(facts: Facts) -> str | None:
+    names = logger_names(facts.config.trainer.logger)
+    if facts.supposed_gpus is not None:
+        return "packages not looked at: trainer.n_gpus_per_node plans for another machine"
+    check_installed(names)
+    return None
+
+
 def _hooks(facts: Facts) -> None:
     named_hooks(facts.config.trainer.hooks)
 
@@ -328,7 +336,7 @@ CHECKS = (
     ),
     Check(
         name="loggers",
-        look=lambda facts: check_installed(logger_names(facts.config.trainer.logger)),
+        look=_loggers,
         fine="their packages are installed",
         used_by=ALL,
         remedy="trainer.logger",
