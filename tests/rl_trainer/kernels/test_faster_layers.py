@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import sys
 
 import pytest
 import torch
@@ -28,7 +30,6 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 from transformers.models.llama import modeling_llama
-from transformers.models.olmo import modeling_olmo
 from transformers.models.qwen2 import modeling_qwen2
 
 from rl_trainer.kernels import faster_layers
@@ -74,10 +75,12 @@ SIZES = {
 
 
 @pytest.fixture(autouse=True)
-def as_before(monkeypatch):
-    """Undo what is replaced in transformers' modules after each test."""
-    for family in (modeling_llama, modeling_qwen2, modeling_olmo):
-        monkeypatch.setattr(family, "apply_rotary_pos_emb", family.apply_rotary_pos_emb)
+def as_imported(monkeypatch):
+    """transformers' modules as they are before `use_faster_layers`, during the test."""
+    families = [module for name, module in sys.modules.items() if name.startswith("transformers.models.")]
+    for family in families:
+        if rotary := vars(family).get("apply_rotary_pos_emb"):
+            monkeypatch.setattr(family, "apply_rotary_pos_emb", inspect.unwrap(rotary))
 
 
 def made(family):
