@@ -23,7 +23,8 @@ def check_combination(
     """Refuse unknown names and settings that contradict each other.
 
     Args:
-        algorithm, actor: of the run.
+        algorithm: of the run.
+        actor: of the run.
         rollout_n: responses per prompt.
         overlong: the penalty for long responses; None: there is none.
 
