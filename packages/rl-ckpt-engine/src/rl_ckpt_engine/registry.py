@@ -13,7 +13,7 @@ from rl_ckpt_engine.config import CheckpointEngineConfig
 from rl_ckpt_engine.engines.contract import ENGINE_API_VERSION, Capabilities, CheckpointEngine
 from rl_ckpt_engine.plugins import PluginPolicy, entry_points, load_plugin, load_policy, plugin_names
 from rl_ckpt_engine.sync.manager import CheckpointEngineManager
-from rl_protocol.errors import ConfigError, RLError, located_error
+from rl_protocol.errors import ConfigError, user_code
 from rl_protocol.support.plugins import owner
 
 ENTRY_POINT_GROUP = "rl_ckpt_engine.backends"
@@ -178,15 +178,13 @@ def create_engine(engine: type[CheckpointEngine], config: CheckpointEngineConfig
     Raises:
         ConfigError: see CheckpointEngine.create; or the class raised another exception.
     """
-    try:
+    with user_code(
+        lambda raised: ConfigError(
+            f"The engine {engine.name!r} can't be created: {raised}. Repair it, or set CheckpointEngineConfig.backend to another."
+        ),
+        "rl_ckpt_engine",
+    ):
         return engine.create(config)
-    except RLError:
-        raise
-    except Exception as error:  # boundary to user code, which may raise anything
-        raise ConfigError(
-            f"The engine {engine.name!r} can't be created: {located_error(error, 'rl_ckpt_engine')}. Repair it, or set "
-            "CheckpointEngineConfig.backend to another."
-        ) from error
 
 
 def _name(offered: object, name: str) -> None:

@@ -78,11 +78,13 @@ class user_code:  # noqa: N801 - used as a function
     """A context in which user code runs: an RLError passes, any other Exception becomes one.
 
     Args:
-        as_error: makes the error from kind, message and place of the exception (`located_error`).
+        as_error: makes the error from kind, message and place of the exception.
+        package: see `located_error`, which describes the exception.
     """
 
-    def __init__(self, as_error: Callable[[str], RLError]) -> None:
+    def __init__(self, as_error: Callable[[str], RLError], package: str = "") -> None:
         self._as_error = as_error
+        self._package = package
 
     def __enter__(self) -> None:
         pass
@@ -91,7 +93,7 @@ class user_code:  # noqa: N801 - used as a function
         # A generator with @contextmanager would be the first frame in the traceback of the error,
         # and `place_of_error` would name its caller as the place.
         if isinstance(error, Exception) and not isinstance(error, RLError):
-            raise self._as_error(located_error(error)) from error
+            raise self._as_error(located_error(error, self._package)) from error
 
 
 class RLError(Exception):
