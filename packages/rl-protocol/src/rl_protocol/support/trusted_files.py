@@ -190,9 +190,8 @@ def written_literal(name: str, key: str, environment: Mapping[str, str] = os.env
     Raises:
         ConfigError: as `read_trusted`.
     """
-    file, _, attribute = _split(name, key)
-    _, content = read_trusted(file, key, environment)
-    binding = [one for one in ast.parse(content).body if attribute in _names([one])]
+    _, attribute, body = _statements(name, key, environment)
+    binding = [one for one in body if attribute in _names([one])]
     match binding[-1:]:
         case [ast.Assign(targets=[ast.Name()], value=value) | ast.AnnAssign(value=ast.expr() as value)]:
             with suppress(ValueError, TypeError):
@@ -220,13 +219,19 @@ def _definition(
     name: str, key: str, environment: Mapping[str, str]
 ) -> tuple[Path, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | None]:
     """The file of `path.py:name`, and its last statement that defines the name; None: none does."""
-    file, _, attribute = _split(name, key)
-    path, content = read_trusted(file, key, environment)
+    path, attribute, body = _statements(name, key, environment)
     found = None
-    for one in ast.parse(content).body:
+    for one in body:
         if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and one.name == attribute:
             found = one
     return path, found
+
+
+def _statements(name: str, key: str, environment: Mapping[str, str]) -> tuple[Path, str, list[ast.stmt]]:
+    """The file of `path.py:name`, the name, and what is written in the file."""
+    file, _, attribute = _split(name, key)
+    path, content = read_trusted(file, key, environment)
+    return path, attribute, ast.parse(content).body
 
 
 def load_object(name: str, key: str, environment: Mapping[str, str] = os.environ) -> Any:
