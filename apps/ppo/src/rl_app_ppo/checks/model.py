@@ -35,8 +35,13 @@ def check_described(facts: Facts) -> None:
         ConfigError: they do not; names the key.
     """
     if facts.described is not None:
-        _check_padding(facts.config, facts.described)
-        check_megatron_model(facts.config, facts.described)
+        _check_settings(facts.config, facts.described)
+
+
+def _check_settings(config: AppConfig, path: Path) -> None:
+    """Check the settings against the config.json in a folder."""
+    _check_padding(config, path)
+    check_megatron_model(config, path)
 
 
 def check_model(facts: Facts) -> None:
@@ -49,10 +54,9 @@ def check_model(facts: Facts) -> None:
     if path is not None:
         if facts.sees_images:
             _check_sight(config, path)
-        _check_padding(config, path)
+        _check_settings(config, path)
         check_weights(path, facts.model_config)
         _check_targets(config, path)
-        check_megatron_model(config, path)
     _check_adapter(config, path, sees_images=facts.sees_images)
     _check_critic_adapter(facts)
     _check_experts(facts)
