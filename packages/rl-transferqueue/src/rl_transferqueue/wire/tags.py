@@ -34,14 +34,15 @@ def to_columns(keys: Sequence[str], tags: Sequence[Tag]) -> tuple[TagColumn, ...
         for name, value in tag.items():
             values.setdefault(name, []).append(value)
             rows.setdefault(name, []).append(i)
-    return tuple(
-        TagColumn(
-            name,
-            _checked([keys[i] for i in rows[name]], name, tuple(column)),
-            b"" if len(column) == len(tags) else np.array(rows[name], "<i4").tobytes(),
-        )
-        for name, column in values.items()
-    )
+
+    def column(name: str, of_rows: Sequence[int]) -> TagColumn:
+        checked = tuple(values[name])
+        if len(of_rows) == len(tags):
+            return TagColumn(name, _checked(keys, name, checked))
+        named = [keys[i] for i in of_rows]
+        return TagColumn(name, _checked(named, name, checked), np.array(of_rows, "<i4").tobytes())
+
+    return tuple(column(name, of_rows) for name, of_rows in rows.items())
 
 
 def _checked(keys: Sequence[str], name: str, values: tuple[Scalar, ...]) -> tuple[Scalar, ...]:
