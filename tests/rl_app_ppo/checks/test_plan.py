@@ -445,16 +445,8 @@ def test_a_plan_refuses_what_a_run_refuses_of_the_data_plane(folder, settings, k
         (False, ("megatron.pipeline_model_parallel_size=2",), ""),
     ],
 )
-def test_a_plan_refuses_a_layout_that_the_model_does_not_have(tied, settings, key, tmp_path):
-    config = Qwen2Config(
-        vocab_size=16,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        tie_word_embeddings=tied,
-    )
+def test_a_plan_refuses_a_layout_that_the_model_does_not_have(folder, tied, settings, key, tmp_path):
+    config = Qwen2Config.from_pretrained(folder, num_hidden_layers=2, layer_types=None, tie_word_embeddings=tied)
     config.save_pretrained(tmp_path)
     planned = plan.make_plan(
         load_config([f"model.path={tmp_path}", "model_engine=megatron", *settings]), PluginPolicy()
@@ -465,9 +457,8 @@ def test_a_plan_refuses_a_layout_that_the_model_does_not_have(tied, settings, ke
 
 
 @pytest.mark.parametrize("setting", ["trainer.hooks=nohook", "trainer.logger=nologger"])
-def test_a_plan_refuses_plug_ins_that_a_run_refuses(setting, tmp_path):
-    Qwen2Config(vocab_size=16).save_pretrained(tmp_path)
-    planned = plan.make_plan(load_config([f"model.path={tmp_path}", setting]), PluginPolicy())
+def test_a_plan_refuses_plug_ins_that_a_run_refuses(folder, setting):
+    planned = plan.make_plan(load_config([f"model.path={folder}", setting]), PluginPolicy())
     assert [found.text.partition(" ")[0] for found in planned.checks if found.level == "error"] == [
         setting.partition("=")[0]
     ]
