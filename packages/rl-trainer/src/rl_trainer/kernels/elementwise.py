@@ -1,7 +1,7 @@
 """RMSNorm and rotary position embeddings on the CPU, in fewer passes over memory.
 
 Written as single operations, as in transformers, they take two to three times as long with their
-gradients. The gradients here are written out, reuse memory, and keep no tensor but the inputs.
+gradients. The gradients here are written out, reuse memory, and keep no copy of the inputs.
 """
 
 from __future__ import annotations
